@@ -1,0 +1,409 @@
+"""The words exchanged with users and between server and engine: configs, requests, results. Standard library only.
+
+Names and defaults follow LMDeploy; docs list the deliberate differences. A known field is accepted at LMDeploy's
+default and refused by name at any value that cannot be honoured. Next: engine/async_engine.py, which turns a
+prompt and a GenerationConfig into an EngineRequest.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from specdec.errors import ConfigError, RequestError
+
+FinishReason = Literal['stop', 'length', 'abort', 'error']
+
+METHODS = ('dflash', 'dspark')
+DTYPES = ('auto', 'float32', 'bfloat16', 'float16')
+GREEDY_TEMPERATURE = 1e-5  # sampling below this temperature is greedy (DeepSpec and vLLM draw the line here too)
+MAX_STOP_IDS = 64  # stop token ids per request, model's EOS ids included: the width of a device table
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 32
+MAX_STOP_STRING_LENGTH = 256
+
+
+# ------------------------------------------------------------------------------------------------ engine settings
+@dataclass(frozen=True, slots=True)
+class PytorchEngineConfig:
+    """How the engine runs. Fields and order are LMDeploy's; what is marked "default only" is refused otherwise."""
+
+    dtype: str = 'auto'
+    tp: int = 1
+    dp: int = 1
+    dp_rank: int = 0  # default only
+    ep: int = 1
+    session_len: int | None = None
+    max_batch_size: int | None = None
+    attn_tp_size: int | None = None  # default only
+    mlp_tp_size: int | None = None  # default only
+    moe_tp_size: int | None = None  # default only
+    cache_max_entry_count: float = 0.8
+    prefill_interval: int = 16  # default only: chunks and decoding rows share every step here
+    block_size: int = 64  # tokens per page
+    kernel_block_size: int = -1  # default only: kernels use block_size
+    num_cpu_blocks: int = 0  # default only
+    num_gpu_blocks: int = 0  # number of pages, 0 = by cache_max_entry_count
+    adapters: dict[str, str] | None = None  # default only
+    max_prefill_token_num: int | None = None
+    thread_safe: bool = False  # default only
+    enable_prefix_caching: bool = True
+    device_type: str = 'auto'
+    eager_mode: bool = False
+    custom_module_map: dict[str, str] | None = None  # default only
+    download_dir: str | None = None
+    revision: str | None = None
+    quant_policy: int = 0  # default only
+    distributed_executor_backend: str | None = None  # default only
+    empty_init: bool = False  # default only
+    enable_microbatch: bool = False  # default only
+    enable_eplb: bool = False  # default only
+    enable_mp_engine: bool = False  # default only: the server always spawns, the pipeline never does
+    mp_engine_backend: str = 'mp'  # default only
+    model_format: str | None = None  # default only
+    enable_metrics: bool = True
+    hf_overrides: dict[str, Any] | None = None  # default only
+    language_model_only: bool = False  # default only
+    logprobs_mode: str | None = None
+    enable_return_routed_experts: bool = False  # default only
+    enable_transfer_obj_ref: bool = False  # default only
+    cudagraph_capture_batch_sizes: list[int] | None = None
+    piecewise_cudagraph_max_tokens: int | None = None  # default only
+    prefix_cache_state_budget: int = 0
+    prefix_cache_decode_state_interval: int = 0
+
+    def __post_init__(self) -> None:
+        _choice('dtype', self.dtype, DTYPES)
+        _choice('device_type', self.device_type, ('auto', 'cpu', 'cuda'))
+        _choice('logprobs_mode', self.logprobs_mode, (None, 'raw_logprobs'))
+        for name in ('tp', 'dp', 'ep'):
+            if getattr(self, name) != 1:
+                raise ConfigError(name, getattr(self, name), 'the embedded engine runs on one rank; use 1')
+        _at_least('block_size', self.block_size, 1)
+        _at_least('num_gpu_blocks', self.num_gpu_blocks, 0)
+        for name in ('session_len', 'max_batch_size', 'max_prefill_token_num'):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        _number('cache_max_entry_count', self.cache_max_entry_count)
+        if not 0 < self.cache_max_entry_count < 1:
+            raise ConfigError('cache_max_entry_count', self.cache_max_entry_count, 'a share of free memory in (0, 1)')
+        _refuse_unless_default(self, _ENGINE_DEFAULT_ONLY)
+
+
+_ENGINE_DEFAULT_ONLY = (
+    'dp_rank', 'attn_tp_size', 'mlp_tp_size', 'moe_tp_size', 'prefill_interval', 'kernel_block_size', 'num_cpu_blocks',
+    'adapters', 'thread_safe', 'custom_module_map', 'quant_policy', 'distributed_executor_backend', 'empty_init',
+    'enable_microbatch', 'enable_eplb', 'enable_mp_engine', 'mp_engine_backend', 'model_format', 'hf_overrides',
+    'language_model_only', 'enable_return_routed_experts', 'enable_transfer_obj_ref', 'cudagraph_capture_batch_sizes',
+    'piecewise_cudagraph_max_tokens', 'prefix_cache_state_budget', 'prefix_cache_decode_state_interval',
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Which draft proposes and how much of it is verified.
+
+    `model` is a draft checkpoint (folder or hub name); '' means the drafts bundled with the target.
+    `num_speculative_tokens` is K, the drafted tokens verified per step; None = as trained.
+    `dflash_block_size` is K + 1, the verified rows of a DFlash step.
+    """
+
+    method: str
+    model: str = ''
+    num_speculative_tokens: int | None = None
+    dflash_block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _choice('method', self.method, METHODS)
+        if self.num_speculative_tokens is not None:
+            _at_least('num_speculative_tokens', self.num_speculative_tokens, 1)
+        if self.dflash_block_size is None:
+            return
+        if self.method != 'dflash':
+            raise ConfigError(
+                'dflash_block_size',
+                self.dflash_block_size,
+                "goes with method='dflash' only; set num_speculative_tokens",
+            )
+        _at_least('dflash_block_size', self.dflash_block_size, 2)
+        if self.num_speculative_tokens not in (None, self.dflash_block_size - 1):
+            raise ConfigError(
+                'dflash_block_size',
+                self.dflash_block_size,
+                f'contradicts num_speculative_tokens={self.num_speculative_tokens}; set one of them (block = tokens + 1)',
+            )
+
+    @property
+    def requested_tokens(self) -> int | None:
+        """K as asked for, or None for the checkpoint's own."""
+        return self.num_speculative_tokens if self.dflash_block_size is None else self.dflash_block_size - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplateConfig:
+    """A chat template that replaces the tokenizer's own: Jinja text, or the path of a Jinja file."""
+
+    chat_template: str | None = None
+
+
+# ---------------------------------------------------------------------------------------------- what a user asks
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    """What one request asks for. Fields and order are LMDeploy's, then ours.
+
+    `speculative=False` turns drafting off for this request; `num_speculative_tokens` caps its verified drafts.
+    """
+
+    n: int = 1
+    max_new_tokens: int | None = 512
+    do_sample: bool = False
+    top_p: float = 1.0
+    top_k: int = 50
+    min_p: float = 0.0
+    temperature: float = 0.8
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    random_seed: int | None = None
+    stop_words: list[str] | None = None
+    bad_words: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_token_ids: list[int] | None = None
+    min_new_tokens: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logprobs: int | None = None
+    logprob_start_len: int = -1  # default only
+    response_format: dict[str, Any] | None = None
+    logits_processors: list[Any] | None = None  # default only
+    output_logits: str | None = None  # default only
+    output_last_hidden_state: str | None = None  # default only
+    include_stop_str_in_output: bool = False
+    return_ppl: bool = False  # default only
+    with_cache: bool = False  # default only
+    preserve_cache: bool = False  # default only
+    migration_request: Any = None  # default only
+    return_routed_experts: bool = False  # default only
+    repetition_ngram_size: int = 0
+    repetition_ngram_threshold: int = 0
+    speculative: bool = True
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _generation_ranges(self)
+        _refuse_unless_default(self, _GENERATION_DEFAULT_ONLY, RequestError)
+
+
+_GENERATION_DEFAULT_ONLY = (
+    'n', 'repetition_penalty', 'bad_words', 'bad_token_ids', 'logprob_start_len', 'response_format', 'logits_processors',
+    'output_logits', 'output_last_hidden_state', 'return_ppl', 'with_cache', 'preserve_cache', 'migration_request',
+    'return_routed_experts', 'repetition_ngram_size', 'repetition_ngram_threshold',
+)  # fmt: skip
+
+
+def _generation_ranges(c: GenerationConfig) -> None:
+    if c.max_new_tokens is not None:
+        _at_least('max_new_tokens', c.max_new_tokens, 1, RequestError)
+    if c.min_new_tokens is not None:
+        _at_least('min_new_tokens', c.min_new_tokens, 0, RequestError)
+        if c.max_new_tokens is not None and c.min_new_tokens > c.max_new_tokens:
+            raise RequestError('min_new_tokens', c.min_new_tokens, f'must not exceed max_new_tokens={c.max_new_tokens}')
+    for name, low, high in (('top_p', 0.0, 1.0), ('min_p', 0.0, 1.0), ('temperature', 0.0, 2.0)):
+        value = getattr(c, name)
+        _number(name, value, RequestError)
+        if not low <= value <= high:
+            raise RequestError(name, value, f'must lie in [{low:g}, {high:g}]')
+    if c.top_p == 0:
+        raise RequestError('top_p', c.top_p, 'must be above 0; for greedy decoding set do_sample=False')
+    _at_least('top_k', c.top_k, 0, RequestError)
+    if c.random_seed is not None:
+        _integer('random_seed', c.random_seed, RequestError)
+    if c.logprobs is not None:
+        _at_least('logprobs', c.logprobs, 0, RequestError)
+        if c.logprobs > MAX_LOGPROBS:
+            raise RequestError('logprobs', c.logprobs, f'at most {MAX_LOGPROBS}')
+    if c.num_speculative_tokens is not None:
+        _at_least('num_speculative_tokens', c.num_speculative_tokens, 0, RequestError)
+    _stop_strings(c.stop_words)
+    for name in ('stop_token_ids', 'bad_token_ids'):
+        ids = getattr(c, name)
+        if ids is not None and (
+            not isinstance(ids, (list, tuple)) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids)
+        ):
+            raise RequestError(name, ids, 'must be a list of token ids')
+    for name in (
+        'do_sample',
+        'ignore_eos',
+        'skip_special_tokens',
+        'spaces_between_special_tokens',
+        'include_stop_str_in_output',
+        'speculative',
+    ):
+        if not isinstance(getattr(c, name), bool):
+            raise RequestError(name, getattr(c, name), 'must be True or False')
+
+
+def _stop_strings(words: list[str] | None) -> None:
+    if words is None:
+        return
+    if isinstance(words, str) or not isinstance(words, (list, tuple)):
+        raise RequestError('stop_words', words, 'must be a list of strings')
+    if len(words) > MAX_STOP_STRINGS:
+        raise RequestError('stop_words', f'{len(words)} strings', f'at most {MAX_STOP_STRINGS}')
+    for word in words:
+        if not isinstance(word, str) or not word:
+            raise RequestError('stop_words', word, 'each must be a non-empty string')
+        if len(word) > MAX_STOP_STRING_LENGTH:
+            raise RequestError('stop_words', word, f'each at most {MAX_STOP_STRING_LENGTH} characters')
+
+
+# ------------------------------------------------------------------------------------------------- what comes back
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Figures of one request's decode steps: steps, drafted (rows verified beyond the first), accepted.
+
+    emitted tokens = prefill firsts + steps + accepted; the mean accepted length includes the bonus token.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        return 1 + self.accepted / self.steps if self.steps else 0.0
+
+    def __add__(self, other: 'SpeculationStats') -> 'SpeculationStats':
+        return SpeculationStats(self.steps + other.steps, self.drafted + other.drafted, self.accepted + other.accepted)
+
+
+@dataclass(slots=True)
+class Response:
+    """A piece of output (streaming) or the whole of it. The stop token is counted in neither text nor token_ids."""
+
+    text: str = ''
+    generate_token_len: int = 0
+    input_token_len: int = 0
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] | None = None
+    logits: None = None
+    last_hidden_state: None = None
+    index: int = 0
+    routed_experts: None = None
+    cached_tokens: int = 0
+    error_code: str | None = None
+    error_message: str | None = None
+    seed: int | None = None
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+    def extend(self, other: 'Response') -> 'Response':
+        """Fold the next streamed piece into this one; scalar fields come from the newer piece."""
+        self.text += other.text
+        self.token_ids = self.token_ids + other.token_ids
+        if other.logprobs:
+            self.logprobs = (self.logprobs or []) + other.logprobs
+        self.cached_tokens = self.cached_tokens or other.cached_tokens
+        for name in (
+            'generate_token_len',
+            'input_token_len',
+            'finish_reason',
+            'index',
+            'error_code',
+            'error_message',
+            'seed',
+            'speculation',
+        ):
+            setattr(self, name, getattr(other, name))
+        return self
+
+
+# ----------------------------------------------------------------------------------------- server <-> engine words
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """A request's settings, resolved and checked: what the engine needs and nothing else.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing. `max_drafts` None is the engine's K;
+    0 turns drafting off. `stop_ids` end the request (after min_new_tokens); `banned_ids` are never emitted.
+    `logprobs` None gives none, k the emitted token's and the k best.
+    """
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+    banned_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    max_drafts: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests:
+    """Stop these requests as soon as possible; ids that are unknown or finished are no error."""
+
+    request_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An error as it crosses a process: a short machine-readable code and one line for a person."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step gave one request.
+
+    `token_ids` include a stop token that ended it. `decode` is False for the token sampled by the last prompt chunk;
+    then `drafted` is 0. `logprobs[i]` maps token ids to log-probabilities, the emitted token's first.
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    decode: bool = False
+    drafted: int = 0
+    cached_tokens: int = 0
+    logprobs: tuple[dict[int, float], ...] | None = None
+    error: ErrorInfo | None = None
+
+
+# ------------------------------------------------------------------------------------------------------- checking
+def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(name, value, 'must be one of ' + ', '.join(map(repr, choices)))
+
+
+def _integer(name: str, value: Any, error: type = ConfigError) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise error(name, value, 'must be an integer')
+
+
+def _number(name: str, value: Any, error: type = ConfigError) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise error(name, value, 'must be a finite number')
+
+
+def _at_least(name: str, value: Any, low: int, error: type = ConfigError) -> None:
+    _integer(name, value, error)
+    if value < low:
+        raise error(name, value, f'must be at least {low}')
+
+
+def _refuse_unless_default(config: Any, names: tuple[str, ...], error: type = ConfigError) -> None:
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    for name in names:
+        if (value := getattr(config, name)) != defaults[name]:
+            raise error(name, value, f'not supported here; leave it at {defaults[name]!r}')

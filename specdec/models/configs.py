@@ -1,0 +1,129 @@
+"""What a checkpoint says, as types. models/checkpoint.py is the only place that reads config.json into them.
+
+Everything downstream (layers, models, memory plan) sees these dataclasses and never a raw dictionary.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: base `theta`; `kind` 'default', 'linear' or 'yarn' (https://arxiv.org/abs/2309.00071).
+
+    The fields after `kind` are read only by the kinds that scale. `attention_factor` None means the kind's own
+    (yarn: 0.1 ln(factor) + 1).
+    """
+
+    theta: float
+    kind: Literal['default', 'linear', 'yarn'] = 'default'
+    factor: float = 1.0
+    original_max_position: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """A stack of Qwen3 decoder layers, of a target or of a draft."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    vocab_size: int
+    rope: RopeConfig
+    max_position: int
+    attention_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Routed experts in place of the dense MLP, in the layers where `sparse_layers` is True."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    norm_topk: bool
+    sparse_layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen3Config:
+    """A Qwen3 target, dense or with experts. `windows[l]` is layer l's sliding window, None = full attention."""
+
+    architecture: str
+    decoder: DecoderConfig
+    windows: tuple[int | None, ...]
+    tie_embeddings: bool
+    dtype: str  # of the file: 'float32', 'bfloat16' or 'float16'
+    moe: MoeConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRule:
+    """Which keys a block row sees in one draft layer.
+
+    `causal`: within the block only rows at or before its own. `window` W: only keys less than W positions away.
+    `anchored`: the window is counted from the block's first row instead of each row's own (DeepSeek-V4).
+    """
+
+    causal: bool = False
+    window: int | None = None
+    anchored: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MarkovConfig:
+    kind: Literal['vanilla', 'gated', 'rnn']
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """A block draft in any dialect, conventions turned into numbers.
+
+    `taps`: target layers whose output is read, 0-based, -1 = the embedding. `block_rows` b: query rows as trained.
+    `anchor_predicts`: row k predicts position anchor + k + 1 (g = b); else row k predicts its own position and row 0
+    predicts nothing (g = b - 1). `default_tokens`: K where the user does not say. `confidence`: None, or whether the
+    confidence head also reads the Markov embedding. `own_embedding`, `own_head`: the file may hold copies.
+    `input_scale`, `output_multiplier`, `softcap`: applied to block embeddings, to logits, and to logits after that.
+    """
+
+    dialect: Literal['zlab', 'deepspec', 'speculators', 'specforge']
+    kind: Literal['dflash', 'dspark']
+    decoder: DecoderConfig
+    target_hidden_size: int
+    taps: tuple[int, ...]
+    block_rows: int
+    anchor_predicts: bool
+    default_tokens: int
+    mask_id: int
+    rules: tuple[LayerRule, ...]
+    markov: MarkovConfig | None
+    confidence_with_markov: bool | None
+    draft_vocab_size: int
+    own_embedding: bool
+    own_head: bool
+    dtype: str
+    num_target_layers: int | None = None
+    mask_embedding: bool = False
+    input_scale: float = 1.0
+    output_multiplier: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def num_proposals(self) -> int:
+        """g, the tokens that one block proposes."""
+        return self.block_rows if self.anchor_predicts else self.block_rows - 1
+
+    @property
+    def reduced_vocabulary(self) -> bool:
+        return self.draft_vocab_size != self.decoder.vocab_size
