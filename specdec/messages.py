@@ -348,6 +348,25 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the other side of the engine has to know of it; sent once, when the engine is ready.
+
+    `folder` is the target's local folder (tokenizer and chat template lie there); `num_drafts` is K, 0 without a draft;
+    `eos_ids` are those of the checkpoint's generation_config and config.
+    """
+
+    model_name: str
+    folder: str
+    vocab_size: int
+    session_len: int
+    max_batch_size: int
+    num_drafts: int = 0
+    eos_ids: tuple[int, ...] = ()
+    device: str = 'cpu'
+    dtype: str = 'float32'
+
+
+@dataclass(frozen=True, slots=True)
 class AbortRequests:
     """Stop these requests as soon as possible; ids that are unknown or finished are no error."""
 

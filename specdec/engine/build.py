@@ -1,0 +1,254 @@
+"""The composition root: from names and settings to a running engine. The only place that picks classes.
+
+Order matters: configs are read and checked against each other before anything is loaded, weights are loaded before
+memory is shared out, and session_len is settled last, by what the pages hold. Next: engine.py.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import psutil
+import torch
+
+from specdec.agent.caches import Caches, MemoryPlan, plan_memory
+from specdec.agent.model_agent import ModelAgent
+from specdec.agent.state import SlotState
+from specdec.engine.engine import Engine
+from specdec.errors import ConfigError
+from specdec.layers.cache_specs import PagedSpec
+from specdec.layers.parallel import SINGLE
+from specdec.messages import EngineInfo, PytorchEngineConfig, SpeculativeConfig
+from specdec.models.checkpoint import draft_tensors, read_draft, read_generation_defaults, read_target, tensors
+from specdec.models.configs import DraftConfig, Qwen3Config
+from specdec.models.draft.block_draft import BlockDraft
+from specdec.models.hub import resolve_model
+from specdec.models.module_map import TARGETS
+from specdec.models.target import TargetModel
+from specdec.models.tensor_table import ignored_draft, ignored_target
+from specdec.models.weights import WeightLoader
+from specdec.scheduler.scheduler import Scheduler, SchedulerConfig
+from specdec.spec_decode.proposers import PROPOSERS
+from specdec.spec_decode.proposers.base import Proposer
+from specdec.spec_decode.proposers.null import NullProposer
+
+logger = logging.getLogger('specdec')
+
+DEMO = 'demo'
+LoadProgress = Callable[[str, int, int], None]  # (what is loaded, bytes done, bytes in all)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDefaults:
+    """What an unset engine setting means on a device."""
+
+    max_batch_size: int
+    max_prefill_tokens: int
+
+
+DEFAULTS = {'cpu': DeviceDefaults(16, 512), 'cuda': DeviceDefaults(256, 8192)}
+CPU_CACHE_SHARE = 0.25  # of available memory, in place of cache_max_entry_count's default
+DEFAULT_CACHE_SHARE = PytorchEngineConfig().cache_max_entry_count
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the models come from and what their configs say, checked against each other. `num_drafts` is K."""
+
+    name: str
+    target_folder: Path
+    target: Qwen3Config
+    draft_folder: Path | None
+    draft: DraftConfig | None
+    num_drafts: int
+
+    @property
+    def block_rows(self) -> int:
+        return 0 if self.draft is None else self.draft.block_rows
+
+
+def build_engine(
+    model_path: str,
+    config: PytorchEngineConfig | None = None,
+    speculative: SpeculativeConfig | None = None,
+    progress: LoadProgress | None = None,
+) -> Engine:
+    """Load target and draft and share out the memory. ConfigError or CheckpointError before anything runs."""
+    config = config or PytorchEngineConfig()
+    sources = read_sources(model_path, config, speculative)
+    device = pick_device(config.device_type)
+    session_limit = session_len_limit(config, sources.target)
+    target, proposer = load_models(sources, config, session_limit, device, progress)
+    memory = share_memory(config, target.cache_spec(), proposer.cache_spec(), session_limit, device)
+    session_len = settle_session_len(config, session_limit, memory)
+    logger.info('cache: %s; session_len %d', memory.describe(), session_len)
+    return assemble(sources, config, target, proposer, memory, session_len, device)
+
+
+def assemble(
+    sources: Sources,
+    config: PytorchEngineConfig,
+    target: TargetModel,
+    proposer: Proposer,
+    memory: MemoryPlan,
+    session_len: int,
+    device: torch.device,
+) -> Engine:
+    """Caches, slots, scheduler and agent around loaded models."""
+    defaults, num_drafts = DEFAULTS[device.type], proposer.num_drafts
+    max_batch_size = config.max_batch_size or defaults.max_batch_size
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_batch_size=max_batch_size,
+            max_prefill_tokens=config.max_prefill_token_num or defaults.max_prefill_tokens,
+            session_len=session_len,
+            num_drafts=num_drafts,
+            num_pages=memory.num_pages,
+            page_size=memory.page_size,
+            prefix_caching=config.enable_prefix_caching,
+        )
+    )
+    table_width = -(-(session_len + 2 * (num_drafts + 1)) // memory.page_size)
+    state = SlotState(max_batch_size + 1, num_drafts, table_width, device)
+    caches = Caches.allocate(target.cache_spec(), proposer.cache_spec(), memory, device)
+    info = EngineInfo(
+        model_name=sources.name,
+        folder=str(sources.target_folder),
+        vocab_size=target.vocab_size,
+        session_len=session_len,
+        max_batch_size=max_batch_size,
+        num_drafts=num_drafts,
+        eos_ids=read_generation_defaults(sources.target_folder).eos_ids,
+        device=device.type,
+        dtype=str(target.cache_spec().dtype).removeprefix('torch.'),
+    )
+    return Engine(info, memory, scheduler, ModelAgent(target, proposer, caches, state, memory.page_size))
+
+
+# ------------------------------------------------------------------------------------------------------ sources
+def read_sources(model_path: str, config: PytorchEngineConfig, speculative: SpeculativeConfig | None) -> Sources:
+    """Find both checkpoints and read their configs; the checkpoint decides which method it is for."""
+    is_demo = model_path == DEMO and not Path(DEMO).is_dir()
+    target_folder = (
+        demo_folder('target') if is_demo else resolve_model(model_path, config.revision, config.download_dir)
+    )
+    target = read_target(target_folder)
+    if speculative is None:
+        return Sources(model_path, target_folder, target, None, None, 0)
+    if speculative.model:
+        draft_folder = resolve_model(speculative.model, None, config.download_dir)
+    elif is_demo:
+        draft_folder = demo_folder(speculative.method)
+    else:
+        raise ConfigError(
+            'model', '', f'{model_path} has no bundled drafts; name a draft checkpoint in SpeculativeConfig'
+        )
+    draft = read_draft(draft_folder, target)
+    if draft.kind != speculative.method:
+        raise ConfigError('method', speculative.method, f"{draft_folder} is a {draft.kind} draft; use '{draft.kind}'")
+    return Sources(model_path, target_folder, target, draft_folder, draft, settle_num_drafts(speculative, draft))
+
+
+def demo_folder(name: str) -> Path:
+    """Folder of the packaged demo target or of its draft for a method."""
+    return Path(str(files('specdec'))) / 'demo' / 'models' / name
+
+
+def settle_num_drafts(speculative: SpeculativeConfig, draft: DraftConfig) -> int:
+    """K: as asked, else as the checkpoint says; at most the draft's g."""
+    wanted = speculative.requested_tokens
+    if wanted is None:
+        return draft.default_tokens
+    if wanted > draft.num_proposals:
+        field = 'num_speculative_tokens' if speculative.dflash_block_size is None else 'dflash_block_size'
+        limit = draft.num_proposals + (field == 'dflash_block_size')
+        value = speculative.num_speculative_tokens if limit == draft.num_proposals else speculative.dflash_block_size
+        raise ConfigError(field, value, f'this draft was trained for at most {limit}')
+    return wanted
+
+
+# ------------------------------------------------------------------------------------------------------- models
+def pick_device(wanted: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if wanted == 'cuda' and not available:
+        raise ConfigError('device_type', wanted, "no CUDA device is visible; use 'cpu' or 'auto'")
+    return torch.device('cuda' if available and wanted != 'cpu' else 'cpu')
+
+
+def pick_dtype(wanted: str, stored: str, device: torch.device) -> torch.dtype:
+    """'auto': the checkpoint's on CUDA, float32 on CPU."""
+    name = wanted if wanted != 'auto' else stored if device.type == 'cuda' else 'float32'
+    return {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}[name]
+
+
+def load_models(
+    sources: Sources,
+    config: PytorchEngineConfig,
+    session_limit: int,
+    device: torch.device,
+    progress: LoadProgress | None,
+) -> tuple[TargetModel, Proposer]:
+    """Both models in device memory, every weight accounted for."""
+    dtype = pick_dtype(config.dtype, sources.target.dtype, device)
+    margin = max(2 * (sources.num_drafts + 1), sources.block_rows)
+    positions = session_limit + margin
+    taps = () if sources.draft is None else sources.draft.taps
+    target = TARGETS[sources.target.architecture](sources.target, taps, positions, SINGLE, dtype, device)
+    loader = WeightLoader(target.weights(), ignored_target(sources.target), str(sources.target_folder))
+    loader.load(tensors(sources.target_folder, _named(progress, 'target')))
+    loader.finish()
+    if sources.draft is None or sources.draft_folder is None:
+        return target, NullProposer()
+    draft_dtype = torch.bfloat16 if dtype == torch.float16 else dtype  # fused taps overflow fp16
+    draft = BlockDraft(sources.draft, target.embedding, target.head, positions, SINGLE, draft_dtype, device)
+    loader = WeightLoader(draft.weights(), ignored_draft(sources.draft), str(sources.draft_folder))
+    loader.load(draft_tensors(sources.draft_folder, _named(progress, 'draft')))
+    loader.finish()
+    return target, PROPOSERS[sources.draft.kind](draft, sources.num_drafts)
+
+
+def _named(progress: LoadProgress | None, what: str) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, total: progress(what, done, total)
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+def session_len_limit(config: PytorchEngineConfig, target: Qwen3Config) -> int:
+    """The longest session the model allows, or the shorter one that was asked for."""
+    limit = target.decoder.max_position
+    if config.session_len is None:
+        return limit
+    if config.session_len > limit:
+        raise ConfigError('session_len', config.session_len, f'the model was made for at most {limit} positions')
+    return config.session_len
+
+
+def share_memory(
+    config: PytorchEngineConfig,
+    target: PagedSpec,
+    draft: PagedSpec | None,
+    session_limit: int,
+    device: torch.device,
+) -> MemoryPlan:
+    """Pages from a share of what is free now that the weights are loaded; on CPU no more than the batch can fill."""
+    specs = (target,) if draft is None else (target, draft)
+    share, wanted = config.cache_max_entry_count, 0
+    if device.type == 'cuda':
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = psutil.virtual_memory().available
+        share = CPU_CACHE_SHARE if share == DEFAULT_CACHE_SHARE else share
+        wanted = (config.max_batch_size or DEFAULTS['cpu'].max_batch_size) * session_limit
+    return plan_memory(specs, config.block_size, free, share, wanted, config.num_gpu_blocks)
+
+
+def settle_session_len(config: PytorchEngineConfig, limit: int, memory: MemoryPlan) -> int:
+    """The smaller of the model's limit and what all pages hold; an explicit one must fit."""
+    if config.session_len is not None and config.session_len > memory.token_capacity:
+        raise ConfigError(
+            'session_len',
+            config.session_len,
+            f'the cache holds {memory.token_capacity} tokens; lower it, or give the cache more memory',
+        )
+    return min(limit, memory.token_capacity)

@@ -1,0 +1,58 @@
+"""The engine's loop body: schedule a step, run it, commit what came of it.
+
+Requests and outputs are messages; which thread or process calls `step` is the client's affair (client.py). Next:
+scheduler/scheduler.py, then agent/model_agent.py.
+"""
+
+from collections.abc import Iterable
+
+from specdec.agent.caches import MemoryPlan
+from specdec.agent.model_agent import ModelAgent
+from specdec.errors import RequestError
+from specdec.messages import EngineInfo, EngineRequest, RequestOutput
+from specdec.scheduler.scheduler import Scheduler
+
+
+class Engine:
+    """One target, one proposer, one scheduler. Not thread-safe: one caller drives it."""
+
+    def __init__(self, info: EngineInfo, memory: MemoryPlan, scheduler: Scheduler, agent: ModelAgent) -> None:
+        self.info, self.memory = info, memory
+        self.scheduler, self.agent = scheduler, agent
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. RequestError if this model can never serve it."""
+        prompt = request.prompt_ids
+        if not prompt:
+            raise RequestError('prompt', '', 'is empty; give at least one token', 'empty_prompt')
+        if len(prompt) >= self.info.session_len:
+            raise RequestError(
+                'prompt',
+                f'{len(prompt)} tokens',
+                f'session_len={self.info.session_len} must leave room for one token more; shorten the prompt',
+                'context_length_exceeded',
+            )
+        for field, ids in (('prompt', prompt), ('stop_token_ids', request.params.stop_ids)):
+            if max(ids, default=0) >= self.info.vocab_size or min(ids, default=0) < 0:
+                wrong = next(i for i in ids if not 0 <= i < self.info.vocab_size)
+                raise RequestError(field, wrong, f'token ids of this model lie in [0, {self.info.vocab_size})')
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        self.scheduler.abort(request_ids)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step, if there is one, and return what it gave."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return []
+        outputs = self.scheduler.commit(self.agent.execute(plan))
+        if not self.scheduler.has_work():
+            self.scheduler.check()
+        return outputs
+
+    def close(self) -> None:
+        """Nothing outlives the engine: its memory goes with it."""

@@ -1,0 +1,24 @@
+"""Routed experts: choosing them, and running the chosen ones."""
+
+from torch import Tensor
+
+from specdec.kernels.dispatch import Implementations
+
+_implementation = Implementations(__name__)
+
+
+def route_top_k(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """Softmax over experts in fp32, then the k largest: logits [T, E] -> weights [T, k] fp32, experts [T, k] int64.
+
+    `renormalise` makes the k weights sum to 1. Equal probabilities: the lower expert first.
+    """
+    return _implementation(logits.device.type, 'route_top_k')(logits, k, renormalise)
+
+
+def expert_mlps(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """sum_j weights[t, j] * down_e(silu(gate_e x) * up_e x), e = experts[t, j]: x [T, H] -> [T, H] in x's dtype.
+
+    gate_up [E, 2 I, H] = (gate, up), down [E, H, I], weights [T, k] fp32, experts [T, k] int64. Each product is rounded
+    to x's dtype; the k terms are added in the order of j, in fp32.
+    """
+    return _implementation(x.device.type, 'expert_mlps')(x, gate_up, down, weights, experts)

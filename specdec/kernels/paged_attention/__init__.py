@@ -1,0 +1,48 @@
+"""Causal attention of packed ragged rows over paged keys and values: prompt chunks and verify rows alike.
+
+What depends on the step but not on the layer (masks, tiles) is prepared once by `plan_paged_attention`, then used by
+every layer.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from specdec.kernels.dispatch import Implementations
+
+_implementation = Implementations(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """The packed rows of one step. Requests: prompt chunks first, at lengths the host knows, then decoding requests.
+
+    row_offsets [B + 1]: request r's rows are row_offsets[r] .. row_offsets[r + 1]; contexts [B]: its committed tokens
+    before its first row; page_table [B, P]: its pages; all int64. `chunk_rows`: rows of each prompt chunk.
+    `tile_rows`: no decoding request has more rows (K + 1). `page_size`: tokens per page.
+    """
+
+    row_offsets: Tensor
+    contexts: Tensor
+    page_table: Tensor
+    chunk_rows: tuple[int, ...]
+    tile_rows: int
+    page_size: int
+
+
+def plan_paged_attention(layout: RowLayout, heads_per_group: int, windows: frozenset[int | None], dtype: Any) -> Any:
+    """What `paged_attention` needs for every layer of this step; opaque, made for the layout's device.
+
+    `heads_per_group`: query heads per key head. `windows`: the windows that layers will ask for.
+    """
+    device = layout.row_offsets.device.type
+    return _implementation(device, 'plan_paged_attention')(layout, heads_per_group, windows, dtype)
+
+
+def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Any, window: int | None, scale: float) -> Tensor:
+    """Row at position p sees cache entries 0 .. p of its request, or p - window + 1 .. p -> [T, heads, hd].
+
+    q [T, heads, hd] packed rows; k_pages, v_pages [pages, page, kv_heads, hd], already holding the rows' own entries.
+    """
+    return _implementation(q.device.type, 'paged_attention')(q, k_pages, v_pages, plan, window, scale)

@@ -1,0 +1,11 @@
+"""Head norm and rotation in plain torch."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def head_norm_rotary(x: Tensor, weight: Tensor, eps: float, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = rotary
+    normed = (F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight).float()
+    return torch.addcmul(normed * cos, normed.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)

@@ -1,0 +1,39 @@
+"""What a model keeps per token or per request, declared. Scheduler, memory plan and prefix cache know only these specs.
+
+Paged: entries per token in pages shared by every layer group through one page table; a prefix hit, an eviction or a
+preemption therefore holds for target and draft alike. Next: agent/caches.py, which allocates them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedSpec:
+    """Keys and values of `num_layers` attention layers, one entry each per token."""
+
+    name: str
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    def allocate(self, num_pages: int, page_size: int, device: torch.device) -> 'PagedCache':
+        """Zeroed pages, page 0 being scratch: padding rows write there, unused page-table entries point there."""
+        shape = (num_pages, page_size, self.kv_heads, self.head_dim)
+        layers = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2 * self.num_layers)]
+        return PagedCache(tuple(layers[::2]), tuple(layers[1::2]))
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """`k[l]`, `v[l]` [pages, page, kv_heads, head_dim] of layer l; every layer is addressed by one page table."""
+
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]

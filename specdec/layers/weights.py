@@ -1,0 +1,22 @@
+"""Where a checkpoint tensor goes: what every layer declares and models/weights.py fills."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """`view` is the memory this rank holds for a checkpoint tensor of `shape`: rows start .. start + n of `dim`.
+
+    `view` has the tensor's own shape except along `dim` (None = the whole tensor). dtype and device may differ.
+    """
+
+    view: Tensor
+    shape: tuple[int, ...]
+    dim: int | None = None
+    start: int = 0
+
+    def accept(self, tensor: Tensor) -> None:
+        part = tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.view.shape[self.dim])
+        self.view.copy_(part)

@@ -1,0 +1,11 @@
+"""Architecture -> class. Registering a model is one line here; engine/build.py alone reads these maps.
+
+A target class is called with (config, taps, positions, group, dtype, device), a proposer class with (draft, K).
+"""
+
+from specdec.models.qwen3 import Qwen3Target
+
+TARGETS = {
+    'Qwen3ForCausalLM': Qwen3Target,
+    'Qwen3MoeForCausalLM': Qwen3Target,
+}

@@ -1,0 +1,83 @@
+"""Qwen3 targets, dense and with experts (Qwen3ForCausalLM, Qwen3MoeForCausalLM).
+
+The forward reads top-down: per layer project, write keys and values, attend, mix, MLP. Next: spec_decode/logits.py,
+which the head's output goes to.
+"""
+
+import torch
+
+from specdec.kernels.kv_cache import kv_write
+from specdec.kernels.paged_attention import paged_attention, plan_paged_attention
+from specdec.kernels.rotary import rotary_rows
+from specdec.layers.cache_specs import PagedCache, PagedSpec
+from specdec.layers.embedding import Head, VocabEmbedding
+from specdec.layers.norm import RmsNorm
+from specdec.layers.parallel import ParallelGroup
+from specdec.layers.rotary import rotary_table
+from specdec.layers.weights import Destination
+from specdec.models.configs import Qwen3Config
+from specdec.models.decoder import DecoderLayer
+from specdec.models.target import Rows, TargetOutput
+
+
+class Qwen3Target:
+    """`taps`: layers whose residual stream is an output, -1 the embedding, ascending. `positions`: size of the rotary table."""
+
+    def __init__(
+        self,
+        config: Qwen3Config,
+        taps: tuple[int, ...],
+        positions: int,
+        group: ParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        decoder = config.decoder
+        self.vocab_size, self.hidden_size, self.num_layers = decoder.vocab_size, decoder.hidden_size, decoder.num_layers
+        self.config, self.taps, self.dtype = config, frozenset(taps), dtype
+        self.embedding = VocabEmbedding(decoder.vocab_size, decoder.hidden_size, group, dtype, device)
+        moe = config.moe
+        self.layers = [
+            DecoderLayer(decoder, group, dtype, device, moe if moe and moe.sparse_layers[i] else None)
+            for i in range(decoder.num_layers)
+        ]
+        self.norm = RmsNorm(decoder.hidden_size, decoder.rms_norm_eps, dtype, device)
+        self.head_table = (
+            None
+            if config.tie_embeddings
+            else VocabEmbedding(decoder.vocab_size, decoder.hidden_size, group, dtype, device)
+        )
+        self.head = Head((self.head_table or self.embedding).weight)
+        self.rotary = rotary_table(decoder.rope, decoder.head_dim, positions, device)
+
+    def cache_spec(self) -> PagedSpec:
+        layer = self.layers[0]
+        return PagedSpec('target', self.num_layers, layer.num_kv_heads, layer.head_dim, self.dtype)
+
+    def weights(self) -> dict[str, Destination]:
+        found = self.embedding.weights('model.embed_tokens') | self.norm.weights('model.norm')
+        for i, layer in enumerate(self.layers):
+            found |= layer.weights(f'model.layers.{i}')
+        if self.head_table is not None:
+            found |= self.head_table.weights('lm_head')
+        return found
+
+    def forward(self, rows: Rows, cache: PagedCache) -> TargetOutput:
+        """Run the rows, write their keys and values, and return every row's hidden state and taps."""
+        windows = self.config.windows
+        first = self.layers[0]
+        plan = plan_paged_attention(rows.layout, first.num_heads // first.num_kv_heads, frozenset(windows), self.dtype)
+        rotary = rotary_rows(self.rotary, rows.positions)
+        residual = self.embedding(rows.ids)
+        taps = [residual] if -1 in self.taps else []
+        normed = first.input_norm(residual)
+        following = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
+        for i, layer in enumerate(self.layers):
+            q, k, v = layer.project(normed, rotary)
+            kv_write(k, v, cache.k[i], cache.v[i], rows.slots)
+            attended = paged_attention(q, cache.k[i], cache.v[i], plan, windows[i], layer.scale)
+            normed, residual = layer.mix(attended, residual)
+            normed, residual = following[i].add(layer.mlp(normed), residual)
+            if i in self.taps:
+                taps.append(residual)
+        return TargetOutput(normed, torch.cat(taps, -1) if taps else None)

@@ -1,0 +1,47 @@
+"""What the engine asks of a target model: rows in, hidden states and taps out. Next: models/qwen3.py.
+
+A target declares its caches and its weights; it knows nothing of requests, sampling or drafts. Taps are an output it
+declares: the residual stream after the layers that the draft asked for.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from specdec.kernels.paged_attention import RowLayout
+from specdec.layers.cache_specs import PagedCache, PagedSpec
+from specdec.layers.embedding import Head, VocabEmbedding
+from specdec.layers.weights import Destination
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Packed rows of one forward: ids [T], positions [T], cache entries to write `slots` [T]; all int64."""
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    layout: RowLayout
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """hidden [T, H] after the final norm; taps [T, m * H], raw residual streams in tap order, None without taps."""
+
+    hidden: Tensor
+    taps: Tensor | None
+
+
+class TargetModel(Protocol):
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    embedding: VocabEmbedding
+    head: Head
+
+    def cache_spec(self) -> PagedSpec: ...
+
+    def weights(self) -> dict[str, Destination]: ...
+
+    def forward(self, rows: Rows, cache: PagedCache) -> TargetOutput: ...

@@ -1,0 +1,306 @@
+"""Who runs in the next step, with how many rows, in which pages. Plain Python; it never touches a tensor.
+
+The scheduler writes a StepPlan, later reads the StepResult of the same step, and may have written another plan in
+between: the device runs ahead of what the host has read by at most `overlap` steps. Next: agent/model_agent.py, which
+runs the plan.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from specdec.messages import EngineRequest, RequestOutput
+from specdec.plan import Admit, Chunk, PageUpdate, SlotResult, StepPlan, StepResult
+from specdec.scheduler.pages import PagePool
+from specdec.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """`num_drafts` is K. `overlap`: how many steps may be launched before the first of them is read (0 on CPU, 1 on CUDA)."""
+
+    max_batch_size: int
+    max_prefill_tokens: int
+    session_len: int
+    num_drafts: int
+    num_pages: int
+    page_size: int
+    prefix_caching: bool
+    overlap: int = 0
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Running totals since the start."""
+
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pages = PagePool(config.num_pages, config.page_size, config.prefix_caching)
+        self.stats = SchedulerStats()
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of arrival: the last one is preempted first
+        self._by_id: dict[int, Sequence] = {}
+        self._order: dict[int, int] = {}  # request id -> arrival, so that a preempted request returns to its place
+        self._arrivals = 0
+        self._free_slots = list(range(config.max_batch_size, 0, -1))
+        self._in_flight: deque[_Launched] = deque()
+        self._paused: list[Sequence] = []  # preempted with a step in flight; re-queued when it is read
+        self._step = 0
+
+    # ------------------------------------------------------------------------------------------------- requests
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request whose prompt was checked: 1 <= len(prompt_ids) < session_len."""
+        prompt_length = len(request.prompt_ids)
+        asked = request.params.max_drafts
+        sequence = Sequence(
+            request=request,
+            end=min(prompt_length + request.params.max_new_tokens, self.config.session_len),
+            max_drafts=self.config.num_drafts if asked is None else min(asked, self.config.num_drafts),
+            tokens=list(request.prompt_ids),
+            prefill_end=prompt_length,
+        )
+        self._arrivals += 1
+        self._order[request.request_id] = self._arrivals
+        self._by_id[request.request_id] = sequence
+        self.waiting.append(sequence)
+        self.stats.prompt_tokens += prompt_length
+
+    def abort(self, request_ids: Iterable[int]) -> list[RequestOutput]:
+        """Drop requests at once; a step that still computes for them is discarded when read. Unknown ids are no error."""
+        outputs = []
+        for request_id in request_ids:
+            sequence = self._by_id.get(request_id)
+            if sequence is not None:
+                self._finish(sequence)
+                outputs.append(RequestOutput(request_id, finish_reason='abort'))
+        return outputs
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self._in_flight or self._paused)
+
+    def check(self) -> None:
+        """Page accounting, whenever the engine is idle."""
+        self.pages.check()
+        if not self.has_work():
+            assert self.pages.num_held == 0, 'an idle engine holds pages'
+            assert len(self._free_slots) == self.config.max_batch_size, 'an idle engine holds slots'
+
+    # --------------------------------------------------------------------------------------------------- a plan
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if nothing can run before another result is read."""
+        draft = _Draft()
+        self._plan_decodes(draft)
+        self._plan_chunks(draft)
+        if not draft.decodes and not draft.chunks:
+            return None
+        return self._launch(draft)
+
+    def _plan_decodes(self, draft: '_Draft') -> None:
+        for sequence in list(self.running):
+            if not sequence.slot or sequence.prefilling:
+                continue
+            if sequence.length + sequence.steps_in_flight >= sequence.end - 1:
+                continue  # every step emits a token, so what is in flight ends it
+            if self._reserve(draft, sequence):
+                draft.decodes.append(sequence)
+
+    def _reserve(self, draft: '_Draft', sequence: Sequence) -> bool:
+        """Pages for every row that this step could commit or reject, preempting later arrivals if need be."""
+        rows = (sequence.steps_in_flight + 1) * (1 + sequence.max_drafts)
+        needed = self.pages.pages_for(min(sequence.length + rows, sequence.end)) - len(sequence.pages)
+        while needed > self.pages.num_available:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self._extend(draft, sequence, needed)
+        return True
+
+    def _extend(self, draft: '_Draft', sequence: Sequence, count: int) -> None:
+        if count > 0:
+            pages = self.pages.take(count)
+            draft.page_updates.append(PageUpdate(sequence.slot, len(sequence.pages), tuple(pages)))
+            sequence.pages += pages
+
+    def _plan_chunks(self, draft: '_Draft') -> None:
+        budget = self.config.max_prefill_tokens
+        for sequence in self.running:
+            if sequence.prefilling and budget > 0:
+                budget -= self._plan_chunk(draft, sequence, budget)
+        while budget > 0 and self.waiting and self._free_slots:
+            sequence = self.waiting[0]
+            if not self._admit(draft, sequence):
+                break
+            self.waiting.popleft()
+            budget -= self._plan_chunk(draft, sequence, budget)
+
+    def _plan_chunk(self, draft: '_Draft', sequence: Sequence, budget: int) -> int:
+        start, stop = sequence.launched, min(sequence.launched + budget, sequence.prefill_end)
+        draft.chunks.append((sequence, start, stop))
+        return stop - start
+
+    def _admit(self, draft: '_Draft', sequence: Sequence) -> bool:
+        """Give a waiting sequence a slot, its cached prefix and pages for the rest; only if nobody has to leave."""
+        tokens = sequence.tokens
+        hit = self.pages.match(tokens)
+        needed = self.pages.pages_for(min(len(tokens) + 1 + sequence.max_drafts, sequence.end)) - len(hit)
+        self.pages.hold(hit)
+        if needed > self.pages.num_available:
+            self.pages.release(hit)
+            return False
+        cached = len(hit) * self.config.page_size
+        sequence.slot = self._free_slots.pop()
+        sequence.pages, sequence.published, sequence.key_id = list(hit), len(hit), self.pages.key_after(hit)
+        sequence.launched = sequence.length = cached
+        sequence.prefill_end = len(tokens)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = cached
+            self.stats.cached_tokens += cached
+        params = sequence.request.params
+        stop_from = sequence.prompt_length + params.min_new_tokens
+        draft.admits.append(Admit(sequence.slot, cached, sequence.end, stop_from, params))
+        if hit:
+            draft.page_updates.append(PageUpdate(sequence.slot, 0, tuple(hit)))
+        self._extend(draft, sequence, needed)
+        self._insert(self.running, sequence)
+        return True
+
+    def _launch(self, draft: '_Draft') -> StepPlan:
+        """Turn the draft into a plan and note what the host now knows to be under way."""
+        unfinished = [c for c in draft.chunks if c[2] < c[0].prefill_end]
+        final = [c for c in draft.chunks if c[2] == c[0].prefill_end]
+        sampling = [c[0] for c in final] + draft.decodes
+        chunks = tuple(
+            Chunk(s.slot, start, tuple(s.tokens[start:stop]), stop == s.prefill_end)
+            for s, start, stop in unfinished + final
+        )
+        for sequence, _, stop in draft.chunks:
+            sequence.launched = sequence.length = stop
+            self._publish(sequence)  # steps launched later run later, so they may already read these pages
+        for sequence in draft.decodes:
+            sequence.steps_in_flight += 1
+        self._step += 1
+        self._in_flight.append(_Launched(self._step, sampling, len(final)))
+        everyone = [c[0] for c in unfinished] + sampling
+        params = [s.request.params for s in sampling]
+        return StepPlan(
+            step=self._step,
+            admits=tuple(draft.admits),
+            page_updates=tuple(draft.page_updates),
+            chunks=chunks,
+            decodes=tuple(s.slot for s in draft.decodes),
+            row_bound=sum(1 + s.max_drafts for s in draft.decodes),
+            table_width=max(len(s.pages) for s in everyone),
+            num_drafting=sum(s.max_drafts > 0 for s in sampling),
+            samples=any(p.temperature > 0 for p in params),
+            filters=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params),
+            bans=any(bool(p.banned_ids) or p.min_new_tokens > 0 for p in params),
+            logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
+        )
+
+    # ------------------------------------------------------------------------------------------------- a result
+    def commit(self, result: StepResult) -> list[RequestOutput]:
+        """Read the oldest launched step: append tokens, publish pages, finish requests."""
+        launched = self._in_flight.popleft()
+        assert launched.step == result.step, 'results are read in launch order'
+        outputs = [
+            self._commit_one(sequence, slot_result, decode=i >= launched.num_final)
+            for i, (sequence, slot_result) in enumerate(zip(launched.sequences, result.slots, strict=True))
+            if not sequence.finished
+        ]
+        paused, self._paused = self._paused, []
+        for sequence in paused:
+            if not sequence.finished:
+                self._requeue_when_read(sequence)
+        return outputs
+
+    def _commit_one(self, sequence: Sequence, result: SlotResult, decode: bool) -> RequestOutput:
+        sequence.steps_in_flight -= decode
+        sequence.tokens += result.token_ids
+        if sequence.slot:
+            sequence.length = len(sequence.tokens) - 1  # the last one is the anchor
+            self._publish(sequence)
+        if result.finish is not None:
+            self._finish(sequence)
+        cached = 0 if decode else sequence.cached_tokens or 0
+        return RequestOutput(
+            request_id=sequence.request.request_id,
+            token_ids=result.token_ids,
+            finish_reason=result.finish,
+            decode=decode,
+            drafted=result.drafted,
+            cached_tokens=cached,
+            logprobs=result.logprobs,
+        )
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Full pages of committed tokens become findable; the anchor is not committed, so its page waits."""
+        size = self.config.page_size
+        while (sequence.published + 1) * size <= sequence.length:
+            start = sequence.published * size
+            tokens = tuple(sequence.tokens[start : start + size])
+            sequence.key_id = self.pages.publish(sequence.key_id, tokens, sequence.pages[sequence.published])
+            sequence.published += 1
+
+    def _finish(self, sequence: Sequence) -> None:
+        """Return everything the sequence holds; later steps on the same stream may use it at once."""
+        sequence.finished = True
+        del self._by_id[sequence.request.request_id], self._order[sequence.request.request_id]
+        if sequence.slot:
+            self._let_go(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self.pages.release(sequence.pages)
+        self._free_slots.append(sequence.slot)
+        self.running.remove(sequence)
+        sequence.pages, sequence.slot = [], 0
+
+    # ----------------------------------------------------------------------------------------------- preemption
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take back slot and pages; everything emitted, the anchor too, becomes its prompt when it returns."""
+        self.stats.preemptions += 1
+        self._let_go(sequence)
+        self._requeue_when_read(sequence)
+
+    def _requeue_when_read(self, sequence: Sequence) -> None:
+        if any(sequence in launched.sequences for launched in self._in_flight):
+            self._paused.append(sequence)
+            return
+        sequence.launched = sequence.length = sequence.steps_in_flight = sequence.published = 0
+        sequence.prefill_end = len(sequence.tokens)
+        self._insert(self.waiting, sequence)
+
+    def _insert(self, queue: 'deque[Sequence] | list[Sequence]', sequence: Sequence) -> None:
+        """Keep arrival order."""
+        order = self._order[sequence.request.request_id]
+        index = len(queue)
+        while index and self._order[queue[index - 1].request.request_id] > order:
+            index -= 1
+        queue.insert(index, sequence)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan being written: sequences instead of slots."""
+
+    admits: list[Admit] = field(default_factory=list)
+    page_updates: list[PageUpdate] = field(default_factory=list)
+    chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    decodes: list[Sequence] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that was launched and not read: the sequences that draw tokens in it, those ending their prompt first."""
+
+    step: int
+    sequences: list[Sequence]
+    num_final: int

@@ -1,0 +1,39 @@
+"""One request as the host sees it: its tokens, how far they are committed, and what it holds. Next: scheduler.py."""
+
+from dataclasses import dataclass, field
+
+from specdec.messages import EngineRequest
+from specdec.scheduler.pages import ROOT
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` are prompt and output; `prefill_end` of them go through prompt chunks (all of them after a preemption).
+
+    `launched`: prompt tokens whose rows were launched. `length`: committed tokens, as last read while decoding.
+    `steps_in_flight`: decode steps launched and not read yet. `published` pages are findable by others; `key_id` names
+    the prefix that they spell. Slot 0: it waits and holds nothing.
+    """
+
+    request: EngineRequest
+    end: int
+    max_drafts: int
+    tokens: list[int] = field(default_factory=list)
+    slot: int = 0
+    pages: list[int] = field(default_factory=list)
+    prefill_end: int = 0
+    launched: int = 0
+    length: int = 0
+    steps_in_flight: int = 0
+    published: int = 0
+    key_id: int = ROOT
+    cached_tokens: int | None = None
+    finished: bool = False
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def prefilling(self) -> bool:
+        return self.launched < self.prefill_end

@@ -1,0 +1,30 @@
+"""What DFlash and DSpark share: absorbing context, and running the block as trained whatever K is used of it."""
+
+from torch import Tensor
+
+from specdec.layers.cache_specs import PagedSpec
+from specdec.models.draft.block_draft import BlockDraft
+from specdec.spec_decode.proposers.base import DraftStep
+
+
+class BlockProposer:
+    """K = `num_drafts` of the draft's g proposals are used; the others' rows still run, for the block is bidirectional."""
+
+    def __init__(self, draft: BlockDraft, num_drafts: int) -> None:
+        self.draft, self.num_drafts = draft, num_drafts
+        self.taps = draft.config.taps
+        self.first_row = 0 if draft.config.anchor_predicts else 1
+
+    def cache_spec(self) -> PagedSpec | None:
+        return self.draft.cache_spec()
+
+    def absorb(self, step: DraftStep) -> None:
+        self.draft.absorb(step.taps, step.positions, step.entries, step.cache)
+
+    def block(self, step: DraftStep) -> Tensor:
+        """All rows of the block [P, b, H], final-normed."""
+        return self.draft.block(step.anchors, step.lengths, step.page_table, step.page_size, step.cache)
+
+    def proposal_rows(self, hidden: Tensor) -> Tensor:
+        """The rows that propose drafts 1..K [P, K, H]."""
+        return hidden[:, self.first_row : self.first_row + self.num_drafts]
