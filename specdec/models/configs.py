@@ -6,25 +6,7 @@ Everything downstream (layers, models, memory plan) sees these dataclasses and n
 from dataclasses import dataclass
 from typing import Literal
 
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding: base `theta`; `kind` 'default', 'linear' or 'yarn' (https://arxiv.org/abs/2309.00071).
-
-    The fields after `kind` are read only by the kinds that scale. `attention_factor` None means the kind's own
-    (yarn: 0.1 ln(factor) + 1).
-    """
-
-    theta: float
-    kind: Literal['default', 'linear', 'yarn'] = 'default'
-    factor: float = 1.0
-    original_max_position: int | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
+from specdec.layers.rotary import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +109,16 @@ class DraftConfig:
     @property
     def reduced_vocabulary(self) -> bool:
         return self.draft_vocab_size != self.decoder.vocab_size
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What generation_config.json suggests; None = it says nothing. `eos_ids` fall back to config.json's."""
+
+    eos_ids: tuple[int, ...] = ()
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None

@@ -6,34 +6,18 @@ fails by name on anything missing, unexpected, doubled or misshapen. Next: model
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from specdec.errors import CheckpointError
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """`view` is the memory this rank holds for a checkpoint tensor of `shape`: rows start .. start + n of `dim`.
-
-    `view` has the tensor's own shape except along `dim` (None = the whole tensor). dtype and device may differ.
-    """
-
-    view: Tensor
-    shape: tuple[int, ...]
-    dim: int | None = None
-    start: int = 0
-
-    def accept(self, tensor: Tensor) -> None:
-        part = tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.view.shape[self.dim])
-        self.view.copy_(part)
+from specdec.layers.weights import Destination
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A tensor that is looked at rather than copied: `accept(tensor)` decides what becomes of it (a shared head, say)."""
+    """A tensor that is looked at, not copied: `accept(tensor)` decides what becomes of it (a shared head, say)."""
 
     shape: tuple[int, ...]
     accept: Callable[[Tensor], None]
@@ -77,12 +61,13 @@ class WeightLoader:
     def finish(self) -> None:
         """Raise CheckpointError unless every tensor found its place and every place its tensor."""
         if missing := self.missing():
-            raise CheckpointError('tensors', _some(missing), f'missing from {self.where}')
+            raise CheckpointError('tensors', listed(missing), f'missing from {self.where}')
         if self.unexpected:
             raise CheckpointError(
-                'tensors', _some(sorted(self.unexpected)), f'{self.where} has tensors that this model has no use for'
+                'tensors', listed(sorted(self.unexpected)), f'{self.where} has tensors that this model has no use for'
             )
 
 
-def _some(names: list[str], limit: int = 5) -> str:
+def listed(names: Sequence[str], limit: int = 5) -> str:
+    """'a, b and 7 more': names for a one-line message."""
     return ', '.join(names[:limit]) + (f' and {len(names) - limit} more' if len(names) > limit else '')
