@@ -130,7 +130,7 @@ class SpeculativeConfig:
             raise ConfigError(
                 'dflash_block_size',
                 self.dflash_block_size,
-                f'contradicts num_speculative_tokens={self.num_speculative_tokens}; set one of them (block = tokens + 1)',
+                f'contradicts num_speculative_tokens={self.num_speculative_tokens}; set one of them (block = tokens+1)',
             )
 
     @property
@@ -194,9 +194,9 @@ class GenerationConfig:
 
 
 _GENERATION_DEFAULT_ONLY = (
-    'n', 'repetition_penalty', 'bad_words', 'bad_token_ids', 'logprob_start_len', 'response_format', 'logits_processors',
-    'output_logits', 'output_last_hidden_state', 'return_ppl', 'with_cache', 'preserve_cache', 'migration_request',
-    'return_routed_experts', 'repetition_ngram_size', 'repetition_ngram_threshold',
+    'n', 'repetition_penalty', 'bad_words', 'bad_token_ids', 'logprob_start_len', 'response_format',
+    'logits_processors', 'output_logits', 'output_last_hidden_state', 'return_ppl', 'with_cache', 'preserve_cache',
+    'migration_request', 'return_routed_experts', 'repetition_ngram_size', 'repetition_ngram_threshold',
 )  # fmt: skip
 
 

@@ -49,9 +49,9 @@ class StepPlan:
     """One step. Request order, here and in the result: unfinished chunks, final chunks, decoding slots.
 
     `num_drafting`: how many of the sampling requests may use drafts in the next step; 0 lets the block pass be skipped.
-    `row_bound`: at most so many rows belong to decoding slots; `table_width`: page-table columns in use. `samples`: some request draws with noise; `filters`:
-    some request has top-k, top-p or min-p; `bans`: some has banned ids or a minimum length; `logprobs`: None, or the
-    largest number of alternatives asked for.
+    `row_bound`: at most so many rows belong to decoding slots; `table_width`: page-table columns in use. `samples`:
+    some request draws with noise; `filters`: some has top-k, top-p or min-p; `bans`: some has banned ids or a minimum
+    length; `logprobs`: None, or the largest number of alternatives asked for.
     """
 
     step: int

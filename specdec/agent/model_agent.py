@@ -4,6 +4,8 @@ Nothing here knows which method drafts, or whether one does: without speculation
 absorb. Next: batch.py, then models/, spec_decode/rejection_sampler.py and spec_decode/proposers/, in that order.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -130,4 +132,4 @@ class ModelAgent:
         own, values, best = (x.tolist() for x in emitted_logprobs(logits, ids, alternatives))
         rows = [{token: p} | dict(zip(others, ps)) for token, p, others, ps in zip(ids.tolist(), own, best, values)]
         bounds = offsets.tolist()
-        return [tuple(rows[a:b]) for a, b in zip(bounds, bounds[1:])]
+        return [tuple(rows[a:b]) for a, b in pairwise(bounds)]

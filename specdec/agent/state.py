@@ -1,7 +1,7 @@
 """What the device owns of every request, by slot: the device's half of the two clocks.
 
 Written at two points of a step: `apply` takes the host's records at its head, the other methods the verdict and the
-proposal at its end. Slot 0 is scratch; padding rows use it and no request ever does. Next: agent/batch.py, which reads it.
+proposal at its end. Slot 0 is scratch; padding rows use it and no request ever does. Next: agent/batch.py, the reader.
 """
 
 import torch

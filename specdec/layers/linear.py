@@ -13,7 +13,7 @@ from specdec.layers.weights import Destination
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint matrix among several fused by rows: `total` rows, of which this rank holds start .. start + count."""
+    """One checkpoint matrix among several fused by rows: of `total` rows this rank holds start .. start + count."""
 
     total: int
     start: int

@@ -21,7 +21,10 @@ from specdec.models.target import Rows, TargetOutput
 
 
 class Qwen3Target:
-    """`taps`: layers whose residual stream is an output, -1 the embedding, ascending. `positions`: size of the rotary table."""
+    """`taps`: layers whose residual stream is an output, -1 the embedding, ascending.
+
+    `positions`: size of the rotary table.
+    """
 
     def __init__(
         self,

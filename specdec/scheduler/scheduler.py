@@ -17,7 +17,7 @@ from specdec.scheduler.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`num_drafts` is K. `overlap`: how many steps may be launched before the first of them is read (0 on CPU, 1 on CUDA)."""
+    """`num_drafts` is K. `overlap`: steps that may be launched before the first of them is read (0 on CPU, 1 on CUDA)."""
 
     max_batch_size: int
     max_prefill_tokens: int
@@ -72,7 +72,7 @@ class Scheduler:
         self.stats.prompt_tokens += prompt_length
 
     def abort(self, request_ids: Iterable[int]) -> list[RequestOutput]:
-        """Drop requests at once; a step that still computes for them is discarded when read. Unknown ids are no error."""
+        """Drop requests at once; a step still computing for them is discarded when read. Unknown ids are no error."""
         outputs = []
         for request_id in request_ids:
             sequence = self._by_id.get(request_id)

@@ -25,9 +25,8 @@ from specdec.models.weights import Decision
 
 
 class BlockDraft:
-    """A draft in any dialect. `embedding` and `head` are the target's; own copies in the file replace them if they differ.
-
-    `positions`: size of the rotary table, session_len + max(2 (K + 1), b).
+    """A draft in any dialect. `embedding` and `head` are the target's; own copies in the file replace them where they
+    differ. `positions`: size of the rotary table, session_len + max(2 (K + 1), b).
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class BlockDraft:
         return normed.view(batch, rows, -1)
 
     def _inputs(self, anchors: Tensor) -> Tensor:
-        """Embeddings of the query block [B, b, H]; an override replaces mask slots, never an anchor that equals MASK."""
+        """Embeddings of the query block [B, b, H]; an override replaces mask slots, never an anchor that is MASK."""
         ids = anchors.new_full((anchors.shape[0], self.config.block_rows), self.config.mask_id)
         ids[:, 0] = anchors
         rows = self.embedding(ids).to(self.dtype)

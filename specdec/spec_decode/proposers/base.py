@@ -17,8 +17,8 @@ class DraftStep:
     """What a step hands to the proposer. T rows, B requests; the first B - P only absorb, the last P also draft.
 
     `taps` [T, m * Ht], `positions` [T], `entries` [T]: the rows, and the cache entries of their context.
-    `row_offsets` [B + 1], `committed` [B]: of request r's rows the first committed[r] are accepted; rows behind them may
-    be written, since they lie beyond `lengths` and are overwritten before that grows over them. `anchors` [P]: the
+    `row_offsets` [B + 1], `committed` [B]: of request r's rows the first committed[r] are accepted; rows behind may be
+    written, since they lie beyond `lengths` and are overwritten before that grows over them. `anchors` [P]: the
     tokens just emitted; `lengths` [P]: their positions; `page_table` [P, W]: pages that hold positions below them.
     `cache`: the draft's own layers in those pages.
     """
