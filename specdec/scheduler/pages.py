@@ -36,7 +36,7 @@ class PagePool:
         return -(-tokens // self.page_size)
 
     def take(self, count: int) -> list[int]:
-        """Hold `count` fresh pages, forgetting the least recently used content first; the caller checked that it may."""
+        """Hold `count` fresh pages, forgetting the least recently used content first; the caller checked for room."""
         assert count <= self.num_available, 'take() beyond num_available'
         taken = []
         for _ in range(count):

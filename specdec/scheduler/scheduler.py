@@ -17,7 +17,7 @@ from specdec.scheduler.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`num_drafts` is K. `overlap`: steps that may be launched before the first of them is read (0 on CPU, 1 on CUDA)."""
+    """`num_drafts` is K. `overlap`: steps launched before the first of them is read (0 on CPU, 1 on CUDA)."""
 
     max_batch_size: int
     max_prefill_tokens: int

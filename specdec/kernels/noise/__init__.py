@@ -15,7 +15,7 @@ PICK, ACCEPT, RESIDUAL, DRAFT = range(4)  # stream words: who uses the noise
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int, stream: int = PICK) -> Tensor:
-    """Gumbel values for ids 0 .. vocabulary - 1: seeds [R] int64 (a uint64's bits), positions [R] int64 -> [R, V] fp32."""
+    """Gumbel values for ids 0 .. vocabulary - 1: seeds [R] (a uint64's bits), positions [R], int64 -> [R, V] fp32."""
     return _implementation(seeds.device.type, 'gumbel')(seeds, positions, vocabulary, stream)
 
 

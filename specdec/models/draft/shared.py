@@ -38,7 +38,7 @@ class OwnTable:
 
 
 class OwnHead:
-    """Logits over draft ids. A reduced vocabulary always has its own weight; else the target's serves if it is equal."""
+    """Logits over draft ids. A reduced vocabulary always has its own weight; else the target's serves if equal."""
 
     def __init__(
         self, shared: Head, vocabulary: int, size: int, reduced: bool, dtype: torch.dtype, device: torch.device

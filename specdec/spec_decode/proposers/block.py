@@ -8,7 +8,7 @@ from specdec.spec_decode.proposers.base import DraftStep
 
 
 class BlockProposer:
-    """K = `num_drafts` of the draft's g proposals are used; the other rows still run, for the block is bidirectional."""
+    """K = `num_drafts` of the draft's g proposals are used; the other rows run too, for the block is bidirectional."""
 
     def __init__(self, draft: BlockDraft, num_drafts: int) -> None:
         self.draft, self.num_drafts = draft, num_drafts
