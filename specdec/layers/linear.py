@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.kernels.linear import linear
+from specdec.kernels.linear import linear, linear_add
 from specdec.layers.parallel import ParallelGroup
 from specdec.layers.weights import Destination
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint matrix among several fused by rows: of `total` rows this rank holds start .. start + count."""
+    """One checkpoint matrix among several fused by rows: `total` rows, of which this rank holds `count` from `start`."""
 
     total: int
     start: int
@@ -27,7 +27,7 @@ class Part:
 
 
 class ColumnLinear:
-    """x [..., K] -> this rank's outputs of one or several fused matrices."""
+    """This rank's outputs of one or several fused matrices [rows, inputs]."""
 
     def __init__(
         self, inputs: int, parts: Sequence[Part], bias: bool, dtype: torch.dtype, device: torch.device
@@ -36,9 +36,6 @@ class ColumnLinear:
         rows = sum(part.count for part in parts)
         self.weight = torch.empty(rows, inputs, dtype=dtype, device=device)
         self.bias = torch.empty(rows, dtype=dtype, device=device) if bias else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
 
     def weights(self, *names: str) -> dict[str, Destination]:
         """Checkpoint names of the fused matrices, in order."""
@@ -53,7 +50,7 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """This rank's inputs [..., K / size] -> the sum over ranks [..., N]; the first rank adds the bias."""
+    """residual [T, N] + this rank's inputs [T, K / size] times its columns, summed over the ranks -> [T, N]."""
 
     def __init__(
         self, part: Part, outputs: int, bias: bool, group: ParallelGroup, dtype: torch.dtype, device: torch.device
@@ -62,8 +59,10 @@ class RowLinear:
         self.weight = torch.empty(outputs, part.count, dtype=dtype, device=device)
         self.bias = torch.empty(outputs, dtype=dtype, device=device) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(linear(x, self.weight, self.bias if self.group.rank == 0 else None))
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        if self.group.rank == 0:  # one rank brings what must be added once
+            return self.group.all_reduce(linear_add(x, self.weight, self.bias, residual))
+        return self.group.all_reduce(linear(x, self.weight))
 
     def weights(self, name: str) -> dict[str, Destination]:
         found = {f'{name}.weight': Destination(self.weight, (self.outputs, self.part.total), 1, self.part.start)}

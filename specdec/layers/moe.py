@@ -6,6 +6,7 @@ from torch import Tensor
 from specdec.kernels.linear import linear
 from specdec.kernels.moe import expert_mlps, route_top_k
 from specdec.layers.linear import Part
+from specdec.layers.norm import RmsNorm
 from specdec.layers.parallel import ParallelGroup
 from specdec.layers.weights import Destination
 
@@ -35,9 +36,11 @@ class ExpertMlps:
         self.gate_up = torch.empty(num_experts, 2 * self.part.count, size, dtype=dtype, device=device)
         self.down = torch.empty(num_experts, size, self.part.count, dtype=dtype, device=device)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, residual: Tensor, norm: RmsNorm) -> Tensor:
+        """residual [T, H] + the experts' share of norm(residual)."""
+        x = norm(residual)
         weights, experts = route_top_k(linear(x, self.router), self.experts_per_token, self.norm_topk)
-        return self.group.all_reduce(expert_mlps(x, self.gate_up, self.down, weights, experts))
+        return residual + self.group.all_reduce(expert_mlps(x, self.gate_up, self.down, weights, experts))
 
     def weights(self, name: str) -> dict[str, Destination]:
         part, inner = self.part, self.part.count

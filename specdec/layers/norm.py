@@ -1,14 +1,14 @@
-"""RMS norm with its weight."""
+"""The weight of an RMS norm. Layers that fuse the norm into a product read `weight` and `eps`; others call it."""
 
 import torch
 from torch import Tensor
 
-from specdec.kernels.norm import add_rms_norm, rms_norm
+from specdec.kernels.norm import rms_norm
 from specdec.layers.weights import Destination
 
 
 class RmsNorm:
-    """Plain Qwen3 norm: weight w, not 1 + w. `add` fuses the residual addition in front of it."""
+    """Plain Qwen3 norm: weight w, not 1 + w."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(size, dtype=dtype, device=device)
@@ -16,10 +16,6 @@ class RmsNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
 
     def weights(self, name: str) -> dict[str, Destination]:
         return {f'{name}.weight': Destination(self.weight, tuple(self.weight.shape))}

@@ -1,15 +1,14 @@
 """The Qwen3 decoder layer, shared by targets and drafts: everything but the attention itself and its cache.
 
-A caller runs `project`, attends as it must (paged rows, or a block over [pages | block]), then `mix` and `mlp`. The
-residual stream travels beside the normed input, so that each addition fuses with the norm behind it.
+A caller runs `project`, attends as it must (paged rows, or a block over [pages | block]), then `finish`; what travels
+between layers is the residual stream alone.
 """
 
 import torch
 from torch import Tensor
 
-from specdec.kernels.activation import silu_mul
-from specdec.kernels.linear import linear
-from specdec.kernels.rotary import head_norm_rotary
+from specdec.kernels.linear import linear, norm_linear, norm_swiglu
+from specdec.kernels.rotary import Rotary, head_norm_rotary
 from specdec.layers.linear import ColumnLinear, Part, RowLinear
 from specdec.layers.moe import ExpertMlps
 from specdec.layers.norm import RmsNorm
@@ -17,26 +16,28 @@ from specdec.layers.parallel import ParallelGroup
 from specdec.layers.weights import Destination
 from specdec.models.configs import DecoderConfig, MoeConfig
 
-Rotary = tuple[Tensor, Tensor]
-
 
 class Mlp:
-    """down(silu(gate x) * up x)."""
+    """residual + down(silu(gate y) * up y), y = norm(residual)."""
 
     def __init__(self, config: DecoderConfig, group: ParallelGroup, dtype: torch.dtype, device: torch.device) -> None:
         part = Part.of(config.intermediate_size, group)
         self.gate_up = ColumnLinear(config.hidden_size, (part, part), False, dtype, device)
         self.down = RowLinear(part, config.hidden_size, False, group, dtype, device)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(silu_mul(self.gate_up(x)))
+    def __call__(self, residual: Tensor, norm: RmsNorm) -> Tensor:
+        return self.down(norm_swiglu(residual, norm.weight, norm.eps, self.gate_up.weight), residual)
 
     def weights(self, name: str) -> dict[str, Destination]:
         return self.gate_up.weights(f'{name}.gate_proj', f'{name}.up_proj') | self.down.weights(f'{name}.down_proj')
 
 
 class DecoderLayer:
-    """One layer of a DecoderConfig stack; `moe` replaces its MLP."""
+    """One layer of a DecoderConfig stack; `moe` replaces its MLP.
+
+    `head_norms` [q + kv, hd] holds Qwen3's one norm weight for all query heads and one for all key heads, stacked, so
+    that both are normed together.
+    """
 
     def __init__(
         self,
@@ -53,7 +54,6 @@ class DecoderLayer:
         self.scale, self.eps = head_dim**-0.5, eps
         self.input_norm = RmsNorm(size, eps, dtype, device)
         self.qkv = ColumnLinear(size, (query, key, key), config.attention_bias, dtype, device)
-        # one norm weight for all query heads and one for all key heads, stacked so that q and k are normed together
         self.head_norms = torch.empty(self.num_heads + self.num_kv_heads, head_dim, dtype=dtype, device=device)
         self.output = RowLinear(query, size, config.attention_bias, group, dtype, device)
         self.post_norm = RmsNorm(size, eps, dtype, device)
@@ -65,24 +65,26 @@ class DecoderLayer:
                 size, moe.num_experts, moe.experts_per_token, moe.intermediate_size, moe.norm_topk, group, dtype, device
             )
 
-    def project(self, normed: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """normed [T, H] -> q [T, heads, hd], k and v [T, kv_heads, hd]; q and k normed per head and rotated."""
-        heads = self.qkv(normed).view(normed.shape[0], -1, self.head_dim)
-        turned = self.num_heads + self.num_kv_heads
-        qk = head_norm_rotary(heads[:, :turned], self.head_norms, self.eps, rotary)
-        return qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, turned:]
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share one key head."""
+        return self.num_heads // self.num_kv_heads
+
+    def project(self, residual: Tensor) -> Tensor:
+        """Residual stream [T, H] -> query, key and value heads side by side [T, (q + 2 kv) * hd]."""
+        return norm_linear(residual, self.input_norm.weight, self.eps, self.qkv.weight, self.qkv.bias)
+
+    def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Attention output [T, q * hd] and MLP into the residual stream -> [T, H]."""
+        return self.mlp(self.output(attended, residual), self.post_norm)
 
     def context(self, fused: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """Keys (normed, rotated) and values of a draft's fused context rows [T, H]; no query, no input norm."""
+        """Keys (normed, rotated) and values [T, kv, hd] of a draft's fused context rows [T, H]; no query, no input norm."""
         first = self.num_heads * self.head_dim
         bias = None if self.qkv.bias is None else self.qkv.bias[first:]
         heads = linear(fused, self.qkv.weight[first:], bias).view(fused.shape[0], -1, self.head_dim)
         keys, norms = heads[:, : self.num_kv_heads], self.head_norms[self.num_heads :]
         return head_norm_rotary(keys, norms, self.eps, rotary), heads[:, self.num_kv_heads :]
-
-    def mix(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention output [T, heads, hd] into the stream -> (input of the MLP, residual)."""
-        return self.post_norm.add(self.output(attended.flatten(1)), residual)
 
     def weights(self, name: str) -> dict[str, Destination]:
         attention, norms = f'{name}.self_attn', self.head_norms

@@ -1,12 +1,11 @@
 """Qwen3 targets, dense and with experts (Qwen3ForCausalLM, Qwen3MoeForCausalLM).
 
-The forward reads top-down: per layer project, write keys and values, attend, mix, MLP. Next: spec_decode/logits.py,
+The forward reads top-down: per layer project, attend over the pages, finish. Next: spec_decode/logits.py,
 which the head's output goes to.
 """
 
 import torch
 
-from specdec.kernels.kv_cache import kv_write
 from specdec.kernels.paged_attention import paged_attention, plan_paged_attention
 from specdec.kernels.rotary import rotary_rows
 from specdec.layers.cache_specs import PagedCache, PagedSpec
@@ -67,20 +66,16 @@ class Qwen3Target:
 
     def forward(self, rows: Rows, cache: PagedCache) -> TargetOutput:
         """Run the rows, write their keys and values, and return every row's hidden state and taps."""
-        windows = self.config.windows
-        first = self.layers[0]
-        plan = plan_paged_attention(rows.layout, first.num_heads // first.num_kv_heads, frozenset(windows), self.dtype)
+        windows, first = self.config.windows, self.layers[0]
+        plan = plan_paged_attention(rows.layout, first.heads_per_group, frozenset(windows), self.dtype)
         rotary = rotary_rows(self.rotary, rows.positions)
-        residual = self.embedding(rows.ids)
-        taps = [residual] if -1 in self.taps else []
-        normed = first.input_norm(residual)
-        following = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
+        stream = self.embedding(rows.ids)
+        taps = [stream] if -1 in self.taps else []
         for i, layer in enumerate(self.layers):
-            q, k, v = layer.project(normed, rotary)
-            kv_write(k, v, cache.k[i], cache.v[i], rows.slots)
-            attended = paged_attention(q, cache.k[i], cache.v[i], plan, windows[i], layer.scale)
-            normed, residual = layer.mix(attended, residual)
-            normed, residual = following[i].add(layer.mlp(normed), residual)
+            k, v = cache.k[i], cache.v[i]
+            qkv, norms = layer.project(stream), layer.head_norms
+            attended = paged_attention(qkv, norms, layer.eps, rotary, k, v, rows.slots, plan, windows[i], layer.scale)
+            stream = layer.finish(attended, stream)
             if i in self.taps:
-                taps.append(residual)
-        return TargetOutput(normed, torch.cat(taps, -1) if taps else None)
+                taps.append(stream)
+        return TargetOutput(self.norm(stream), torch.cat(taps, -1) if taps else None)

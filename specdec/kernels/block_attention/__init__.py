@@ -9,8 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from specdec.kernels.dispatch import Implementations
+from specdec.kernels.rotary import Rotary
 
 _implementation = Implementations(__name__)
+
+Rule = tuple[bool, int | None, bool]  # causal, window, anchored
 
 
 def plan_block_attention(
@@ -19,32 +22,34 @@ def plan_block_attention(
     page_size: int,
     block_rows: int,
     heads_per_group: int,
-    rules: frozenset[tuple[bool, int | None, bool]],
+    rules: frozenset[Rule],
     dtype: Any,
 ) -> Any:
     """What `block_attention` needs for every layer of this step; opaque.
 
     contexts [B]: committed tokens = position of the block's first row; page_table [B, P]; `rules`: the
-    (causal, window, anchored) triples that layers will ask for.
+    rules that layers will ask for.
     """
     plan = _implementation(contexts.device.type, 'plan_block_attention')
     return plan(contexts, page_table, page_size, block_rows, heads_per_group, rules, dtype)
 
 
 def block_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: Tensor,
+    norms: Tensor,
+    eps: float,
+    rotary: Rotary,
     k_pages: Tensor,
     v_pages: Tensor,
     plan: Any,
-    rule: tuple[bool, int | None, bool],
+    rule: Rule,
     scale: float,
 ) -> Tensor:
-    """q [B, b, heads, hd], block k, v [B, b, kv_heads, hd], pages [N, page, kv_heads, hd] -> [B, b, heads, hd].
+    """qkv [B * b, (q + 2 kv) * hd], norms [q + kv, hd], pages [N, page, kv, hd] -> [B * b, q * hd]; nothing is written.
 
     With s the block's start, row i (position s + i) sees key position p if: p < s, or p is a block row and, where
     `causal`, p <= s + i; and, where `window` W is set: |s + i - p| < W, or, where `anchored`, p >= s - W for context
     rows and every block row.
     """
-    return _implementation(q.device.type, 'block_attention')(q, k, v, k_pages, v_pages, plan, rule, scale)
+    attend = _implementation(qkv.device.type, 'block_attention')
+    return attend(qkv, norms, eps, rotary, k_pages, v_pages, plan, rule, scale)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.kernels.paged_attention.ref import gather_pages, grouped_attention
-
-Rule = tuple[bool, int | None, bool]
+from specdec.kernels.block_attention import Rule
+from specdec.kernels.paged_attention.ref import gather_pages, grouped_attention, project_heads
+from specdec.kernels.rotary import Rotary
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,19 @@ def _mask(contexts: Tensor, keys: int, block_rows: int, rule: Rule, heads_per_gr
 
 
 def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, plan: BlockPlan, rule: Rule, scale: float
+    qkv: Tensor,
+    norms: Tensor,
+    eps: float,
+    rotary: Rotary,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    plan: BlockPlan,
+    rule: Rule,
+    scale: float,
 ) -> Tensor:
+    batch = plan.pages.shape[0]
+    heads = project_heads(qkv, norms, eps, rotary, k_pages.shape[2])
+    q, k, v = (x.view(batch, -1, *x.shape[1:]) for x in heads)
     keys = torch.cat([gather_pages(k_pages, plan.pages, plan.keys), k], 1)
     values = torch.cat([gather_pages(v_pages, plan.pages, plan.keys), v], 1)
-    return grouped_attention(q, keys, values, plan.masks[rule], scale)
+    return grouped_attention(q, keys, values, plan.masks[rule], scale).flatten(2).flatten(0, 1)

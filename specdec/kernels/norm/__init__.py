@@ -1,4 +1,4 @@
-"""RMS norm, alone and fused with the residual addition before it."""
+"""RMS norm of rows."""
 
 from torch import Tensor
 
@@ -13,8 +13,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     The mean of squares is taken in fp32; the quotient is rounded to x's dtype, then multiplied by the weight.
     """
     return _implementation(x.device.type, 'rms_norm')(x, weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual) for x, residual [T, D]; both results are new memory."""
-    return _implementation(x.device.type, 'add_rms_norm')(x, residual, weight, eps)

@@ -9,8 +9,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype == torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return rms_norm(total, weight, eps), total

@@ -1,5 +1,7 @@
 """Causal attention of packed ragged rows over paged keys and values: prompt chunks and verify rows alike.
 
+One operator from the projected rows to the attended ones: head norms, rotation, the write into the pages, attention.
+
 What depends on the step but not on the layer (masks, tiles) is prepared once by `plan_paged_attention`, then used by
 every layer.
 """
@@ -10,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from specdec.kernels.dispatch import Implementations
+from specdec.kernels.rotary import Rotary
 
 _implementation = Implementations(__name__)
 
@@ -40,9 +43,22 @@ def plan_paged_attention(layout: RowLayout, heads_per_group: int, windows: froze
     return _implementation(device, 'plan_paged_attention')(layout, heads_per_group, windows, dtype)
 
 
-def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: Any, window: int | None, scale: float) -> Tensor:
-    """Row at position p sees cache entries 0 .. p of its request, or p - window + 1 .. p -> [T, heads, hd].
+def paged_attention(
+    qkv: Tensor,
+    norms: Tensor,
+    eps: float,
+    rotary: Rotary,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    plan: Any,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Write the rows' keys and values, then attend: row at position p sees entries 0 .. p of its request -> [T, q * hd].
 
-    q [T, heads, hd] packed rows; k_pages, v_pages [pages, page, kv_heads, hd], already holding the rows' own entries.
+    qkv [T, (q + 2 kv) * hd]: projected query, key and value heads; norms [q + kv, hd] and `rotary` as in kernels.rotary;
+    k_pages, v_pages [pages, page, kv, hd]; slots [T]: entry of each row. With `window` W only entries p - W + 1 .. p.
     """
-    return _implementation(q.device.type, 'paged_attention')(q, k_pages, v_pages, plan, window, scale)
+    attend = _implementation(qkv.device.type, 'paged_attention')
+    return attend(qkv, norms, eps, rotary, k_pages, v_pages, slots, plan, window, scale)

@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.kernels.kv_cache.ref import kv_write
 from specdec.kernels.paged_attention import RowLayout
+from specdec.kernels.rotary import Rotary
+from specdec.kernels.rotary.ref import head_norm_rotary
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +88,31 @@ def _mask(
 
 
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, plan: list[Group], window: int | None, scale: float
+    qkv: Tensor,
+    norms: Tensor,
+    eps: float,
+    rotary: Rotary,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    plan: list[Group],
+    window: int | None,
+    scale: float,
 ) -> Tensor:
-    if len(plan) == 1:
-        return _attend(q, k_pages, v_pages, plan[0], window, scale)
-    return torch.cat([_attend(q[group.rows], k_pages, v_pages, group, window, scale) for group in plan])
+    q, k, v = project_heads(qkv, norms, eps, rotary, k_pages.shape[2])
+    kv_write(k, v, k_pages, v_pages, slots)
+    parts = [_attend(q[group.rows], k_pages, v_pages, group, window, scale) for group in plan]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+
+
+def project_heads(
+    qkv: Tensor, norms: Tensor, eps: float, rotary: Rotary, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [T, (q + 2 kv) * hd] -> normed and rotated q [T, q, hd] and k [T, kv, hd], and v [T, kv, hd]."""
+    heads = qkv.view(qkv.shape[0], -1, norms.shape[1])
+    turned = norms.shape[0]
+    qk = head_norm_rotary(heads[:, :turned], norms, eps, rotary)
+    return qk[:, : turned - kv_heads], qk[:, turned - kv_heads :], heads[:, turned:]
 
 
 def _attend(q: Tensor, k_pages: Tensor, v_pages: Tensor, group: Group, window: int | None, scale: float) -> Tensor:

@@ -106,25 +106,15 @@ class BlockDraft:
         batch, rows = anchors.shape[0], self.config.block_rows
         positions = lengths[:, None] + torch.arange(rows, device=lengths.device)
         rotary = rotary_rows(self.rotary, positions.flatten())
-        first = self.layers[0]
-        plan = plan_block_attention(
-            lengths,
-            page_table,
-            page_size,
-            rows,
-            first.num_heads // first.num_kv_heads,
-            frozenset(self.rules),
-            self.dtype,
-        )
-        residual = self._inputs(anchors).flatten(0, 1)
-        normed = first.input_norm(residual)
-        following = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
+        group, rules = self.layers[0].heads_per_group, frozenset(self.rules)
+        plan = plan_block_attention(lengths, page_table, page_size, rows, group, rules, self.dtype)
+        stream = self._inputs(anchors).flatten(0, 1)
         for i, layer in enumerate(self.layers):
-            q, k, v = (x.view(batch, rows, *x.shape[1:]) for x in layer.project(normed, rotary))
-            attended = block_attention(q, k, v, cache.k[i], cache.v[i], plan, self.rules[i], layer.scale)
-            normed, residual = layer.mix(attended.flatten(0, 1), residual)
-            normed, residual = following[i].add(layer.mlp(normed), residual)
-        return normed.view(batch, rows, -1)
+            k, v = cache.k[i], cache.v[i]
+            qkv, norms = layer.project(stream), layer.head_norms
+            attended = block_attention(qkv, norms, layer.eps, rotary, k, v, plan, self.rules[i], layer.scale)
+            stream = layer.finish(attended, stream)
+        return self.norm(stream).view(batch, rows, -1)
 
     def _inputs(self, anchors: Tensor) -> Tensor:
         """Embeddings of the query block [B, b, H]; an override replaces mask slots, never an anchor that is MASK."""

@@ -1,24 +1,25 @@
 """DSpark: the block in parallel, then its tokens left to right through the Markov head, with a confidence for each."""
 
-from specdec.models.draft.block_draft import BlockDraft
-from specdec.models.draft.heads import MarkovHead
+from torch import Tensor
+
 from specdec.spec_decode.proposers.base import DraftStep, Proposal
 from specdec.spec_decode.proposers.block import BlockProposer
 
 
 class DSparkProposer(BlockProposer):
-    def __init__(self, draft: BlockDraft, num_drafts: int) -> None:
-        super().__init__(draft, num_drafts)
-        assert draft.markov is not None, 'a DSpark draft has a Markov head'
-        self.markov: MarkovHead = draft.markov
+    """Both heads are the checkpoint's choice: rank 0 leaves out the chain, and the confidence head may be absent."""
 
     def propose(self, step: DraftStep) -> Proposal:
         hidden = self.block(step)
         rows = self.proposal_rows(hidden)
+        logits = self.draft.logits(rows)
+        if self.draft.markov is None:
+            return Proposal(self.draft.target_ids(logits.argmax(-1)), self._survival(rows, None))
         lead = hidden[:, 0] if self.first_row else None
-        tokens, previous = self.markov.chain(self.draft.logits(rows), rows, lead, step.anchors)
+        tokens, previous = self.draft.markov.chain(logits, rows, lead, step.anchors)
+        return Proposal(tokens, self._survival(rows, self.draft.markov.embed(previous)))
+
+    def _survival(self, rows: Tensor, embeddings: Tensor | None) -> Tensor | None:
+        """The chance that drafts 1..k are all accepted [P, K], from rows [P, K, H] and the embeddings of the tokens before."""
         confidence = self.draft.confidence
-        if confidence is None:
-            return Proposal(tokens, None)
-        embeddings = self.markov.embed(previous) if confidence.with_markov else None
-        return Proposal(tokens, confidence.logits(rows, embeddings).sigmoid().cumprod(-1))
+        return None if confidence is None else confidence.logits(rows, embeddings).sigmoid().cumprod(-1)

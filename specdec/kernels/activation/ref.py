@@ -1,9 +1,0 @@
-"""SwiGLU's gate in plain torch."""
-
-import torch.nn.functional as F
-from torch import Tensor
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
