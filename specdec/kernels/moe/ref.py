@@ -7,7 +7,7 @@ from torch import Tensor
 
 def route_top_k(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
     probabilities = logits.float().softmax(-1)
-    weights, experts = probabilities.sort(-1, descending=True, stable=True)
+    weights, experts = probabilities.sort(dim=-1, descending=True, stable=True)
     weights, experts = weights[:, :k], experts[:, :k]
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
