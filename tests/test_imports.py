@@ -25,7 +25,7 @@ for package in ('kernels', 'layers', 'models', 'spec_decode', 'scheduler', 'agen
     root = importlib.import_module(f'specdec.{package}')
     names.append(root.__name__)
     names += [module.name for module in pkgutil.walk_packages(root.__path__, root.__name__ + '.')]
-for name in set(names) - {'specdec.engine.grammar'}:  # the importer of xgrammar, loaded for requests that have a grammar
+for name in set(names) - {'specdec.engine.grammar'}:  # loaded for requests that have a grammar
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
