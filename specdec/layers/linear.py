@@ -13,7 +13,7 @@ from specdec.layers.weights import Destination
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One checkpoint matrix among several fused by rows: `total` rows, of which this rank holds `count` from `start`."""
+    """One checkpoint matrix among several fused by rows: `total` rows, `count` of them from `start` on this rank."""
 
     total: int
     start: int

@@ -79,7 +79,7 @@ class DecoderLayer:
         return self.mlp(self.output(attended, residual), self.post_norm)
 
     def context(self, fused: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """Keys (normed, rotated) and values [T, kv, hd] of a draft's fused context rows [T, H]; no query, no input norm."""
+        """Keys (normed, rotated) and values [T, kv, hd] of a draft's context rows [T, H]; no query, no input norm."""
         first = self.num_heads * self.head_dim
         bias = None if self.qkv.bias is None else self.qkv.bias[first:]
         heads = linear(fused, self.qkv.weight[first:], bias).view(fused.shape[0], -1, self.head_dim)

@@ -55,9 +55,9 @@ def paged_attention(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """Write the rows' keys and values, then attend: row at position p sees entries 0 .. p of its request -> [T, q * hd].
+    """Write the rows' keys and values, then attend: row at position p sees entries 0 .. p of its own -> [T, q * hd].
 
-    qkv [T, (q + 2 kv) * hd]: projected query, key and value heads; norms [q + kv, hd] and `rotary` as in kernels.rotary;
+    qkv [T, (q + 2 kv) * hd]: projected query, key, value heads; norms [q + kv, hd] and `rotary` as in kernels.rotary;
     k_pages, v_pages [pages, page, kv, hd]; slots [T]: entry of each row. With `window` W only entries p - W + 1 .. p.
     """
     attend = _implementation(qkv.device.type, 'paged_attention')

@@ -20,6 +20,6 @@ class DSparkProposer(BlockProposer):
         return Proposal(tokens, self._survival(rows, self.draft.markov.embed(previous)))
 
     def _survival(self, rows: Tensor, embeddings: Tensor | None) -> Tensor | None:
-        """The chance that drafts 1..k are all accepted [P, K], from rows [P, K, H] and the embeddings of the tokens before."""
+        """The chance that drafts 1..k are all accepted [P, K]: rows [P, K, H] and the preceding tokens' embeddings."""
         confidence = self.draft.confidence
         return None if confidence is None else confidence.logits(rows, embeddings).sigmoid().cumprod(-1)
