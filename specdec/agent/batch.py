@@ -8,6 +8,7 @@ are the rows whose logits are wanted once the chunks' last rows are put in front
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.agent.state import (
@@ -24,11 +25,12 @@ from specdec.agent.state import (
     TOP_P,
     SlotState,
 )
+from specdec.agent.transfer import to_device
 from specdec.kernels.kv_cache import cache_slots
 from specdec.kernels.paged_attention import RowLayout
 from specdec.models.target import Rows
-from specdec.plan import StepPlan
-from specdec.spec_decode.logits import Sampling
+from specdec.plan import Chunk, StepPlan
+from specdec.spec_decode.logits import Sampling, Stages
 from specdec.spec_decode.verify_length import fixed
 
 
@@ -36,13 +38,16 @@ from specdec.spec_decode.verify_length import fixed
 class Batch:
     """One step's tensors. B requests, of which the last P draw tokens; T rows, of which R have logits.
 
-    `slots` [B]; `verify_lengths` [P] (0 for a chunk's end); `drafts` [P, K]; `sampling` of the P; `logit_rows` [R]:
-    packed row of each logits row, None if they are the same; `logit_offsets` [P + 1]: request p's logits rows;
-    `logit_requests` [R]: which of the P; `draw_positions` [R]: position of the token that the row draws.
+    `slots` [B]; `num_absorbing` = B - P; `verify_lengths` [P] (0 for a chunk's end); `drafts` [P, K]; `sampling` of the
+    P; `logit_rows` [R]: packed row of each logits row, None if they are the same; `logit_offsets` [P + 1]: request p's
+    logits rows; `logit_requests` [R]: which of the P; `draw_positions` [R]: position of the token that the row draws.
+
+    Where rows are padded, those behind the last offset belong to nobody: they write to the scratch page.
     """
 
     rows: Rows
     slots: Tensor
+    num_absorbing: int
     verify_lengths: Tensor
     drafts: Tensor
     sampling: Sampling
@@ -54,33 +59,51 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Rows of some requests: ids, positions, request of each row (counted from 0), offsets [n + 1], contexts [n]."""
+    """Rows of some requests: ids, positions, entries, request of each row, offsets [n + 1], contexts [n]."""
 
     ids: Tensor
     positions: Tensor
+    entries: Tensor
     requests: Tensor
     offsets: Tensor
     contexts: Tensor
 
 
-def build_batch(plan: StepPlan, state: SlotState, page_size: int) -> Batch:
-    device = state.device
-    slots = torch.tensor([chunk.slot for chunk in plan.chunks] + list(plan.decodes), device=device)
-    num_chunks = len(plan.chunks)
+def decode_batch(
+    state: SlotState, slots: Tensor, table_width: int, num_rows: int | None, page_size: int, stages: Stages
+) -> Batch:
+    """A step without prompt chunks. `num_rows` pads or, None, fits the rows; the host must not know how many there are."""
+    page_table = state.page_table[slots, :table_width]
+    ints, drafts = state.ints[slots], state.drafts[slots]
+    packed, lengths = _decode_rows(ints, drafts, page_table, num_rows, page_size)
+    layout = RowLayout(packed.offsets, packed.contexts, page_table, (), state.num_drafts + 1, page_size)
+    return Batch(
+        rows=Rows(packed.ids, packed.positions, packed.entries, layout),
+        slots=slots,
+        num_absorbing=0,
+        verify_lengths=lengths,
+        drafts=drafts,
+        sampling=_sampling(state, slots, ints, stages),
+        logit_rows=None,
+        logit_offsets=packed.offsets,
+        logit_requests=packed.requests,
+        draw_positions=packed.positions + 1,
+    )
+
+
+def mixed_batch(state: SlotState, plan: StepPlan, pad: bool, page_size: int, stages: Stages) -> Batch:
+    """A step with prompt chunks, and decoding rows behind them if there are any; `pad` sizes them by the host's bound."""
+    device, num_chunks, absorbing = state.device, len(plan.chunks), plan.num_absorbing
+    num_final = num_chunks - absorbing
+    slots = to_device([chunk.slot for chunk in plan.chunks] + list(plan.decodes), device)
     page_table = state.page_table[slots, : plan.table_width]
-    num_final = num_chunks - plan.num_absorbing
-    drawing = slots[plan.num_absorbing :]
+    drawing = slots[absorbing:]
     ints, drafts = state.ints[drawing], state.drafts[drawing]
-    decoding, lengths = _decode_rows(ints[num_final:], drafts[num_final:])
-    if num_chunks:
-        chunks = _chunk_rows(plan, device)
-        packed = _join(chunks, decoding)
-        logit_rows, logit_offsets, logit_requests = _logit_rows(plan, chunks, decoding)
-        draw_positions = packed.positions[logit_rows] + 1
-        lengths = torch.cat([lengths.new_zeros(num_final), lengths])
-    else:
-        packed, logit_rows = decoding, None
-        logit_offsets, logit_requests, draw_positions = decoding.offsets, decoding.requests, decoding.positions + 1
+    chunks = _chunk_rows(plan.chunks, page_table[:num_chunks], page_size, device)
+    num_rows = plan.row_bound if pad else None
+    decoding, lengths = _decode_rows(ints[num_final:], drafts[num_final:], page_table[num_chunks:], num_rows, page_size)
+    packed = _join(chunks, decoding)
+    logit_rows, logit_offsets, logit_requests = _logit_rows(chunks, decoding, absorbing)
     layout = RowLayout(
         row_offsets=packed.offsets,
         contexts=packed.contexts,
@@ -89,14 +112,22 @@ def build_batch(plan: StepPlan, state: SlotState, page_size: int) -> Batch:
         tile_rows=state.num_drafts + 1,
         page_size=page_size,
     )
-    entries = cache_slots(page_table, packed.requests, packed.positions, page_size)
-    rows = Rows(packed.ids, packed.positions, entries, layout)
-    sampling = _sampling(state, drawing, ints, plan.samples, plan.bans)
-    return Batch(rows, slots, lengths, drafts, sampling, logit_rows, logit_offsets, logit_requests, draw_positions)
+    return Batch(
+        rows=Rows(packed.ids, packed.positions, packed.entries, layout),
+        slots=slots,
+        num_absorbing=absorbing,
+        verify_lengths=F.pad(lengths, (num_final, 0)),
+        drafts=drafts,
+        sampling=_sampling(state, drawing, ints, stages),
+        logit_rows=logit_rows,
+        logit_offsets=logit_offsets,
+        logit_requests=logit_requests,
+        draw_positions=packed.positions[logit_rows] + 1,
+    )
 
 
-def _sampling(state: SlotState, slots: Tensor, ints: Tensor, samples: bool, bans: bool) -> Sampling:
-    floats = state.floats[slots] if samples else state.floats[:0]
+def _sampling(state: SlotState, slots: Tensor, ints: Tensor, stages: Stages) -> Sampling:
+    floats = state.floats[slots] if stages.samples else state.floats[:0]
     return Sampling(
         seeds=ints[:, SEED],
         top_k=ints[:, TOP_K],
@@ -106,46 +137,64 @@ def _sampling(state: SlotState, slots: Tensor, ints: Tensor, samples: bool, bans
         top_p=floats[:, TOP_P],
         min_p=floats[:, MIN_P],
         stop_ids=state.stop_ids[slots],
-        banned_ids=state.banned_ids[slots] if bans else state.banned_ids[:0],
+        banned_ids=state.banned_ids[slots] if stages.bans else state.banned_ids[:0],
     )
 
 
-def _decode_rows(ints: Tensor, drafts: Tensor) -> tuple[_Packed, Tensor]:
+def _decode_rows(
+    ints: Tensor, drafts: Tensor, page_table: Tensor, num_rows: int | None, page_size: int
+) -> tuple[_Packed, Tensor]:
     """Anchor and verified drafts of each decoding request, packed -> (rows, verify lengths)."""
     starts = ints[:, LENGTH]
     lengths = fixed(ints[:, NUM_DRAFTS], ints[:, CAP], ints[:, END] - 1 - starts)
-    offsets = torch.nn.functional.pad((lengths + 1).cumsum(0), (1, 0))
-    row = torch.arange(int(offsets[-1]), device=ints.device)
-    requests = torch.searchsorted(offsets[1:], row, right=True)
-    step = row - offsets[requests]
+    offsets = F.pad((lengths + 1).cumsum(0), (1, 0))
     tokens = torch.cat([ints[:, ANCHOR, None], drafts], 1)
-    return _Packed(tokens[requests, step], starts[requests] + step, requests, offsets, starts), lengths
+    if num_rows is None:
+        requests, step = _row_requests(offsets, int(offsets[-1]))
+        ids, positions = tokens[requests, step], starts[requests] + step
+        entries = cache_slots(page_table, requests, positions, page_size)
+    else:
+        requests, step = _row_requests(offsets, num_rows)
+        used = requests < starts.shape[0]
+        requests, step = torch.where(used, requests, 0), torch.where(used, step, 0)
+        ids, positions = torch.where(used, tokens[requests, step], 0), torch.where(used, starts[requests] + step, 0)
+        entries = torch.where(used, cache_slots(page_table, requests, positions, page_size), 0)
+    return _Packed(ids, positions, entries, requests, offsets, starts), lengths
 
 
-def _chunk_rows(plan: StepPlan, device: torch.device) -> _Packed:
-    ids = [i for chunk in plan.chunks for i in chunk.token_ids]
-    positions = [p for chunk in plan.chunks for p in range(chunk.start, chunk.start + len(chunk.token_ids))]
-    requests = [r for r, chunk in enumerate(plan.chunks) for _ in chunk.token_ids]
+def _row_requests(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Request of each packed row, one past the last for rows behind the last offset, and its place in the request."""
+    row = torch.arange(num_rows, device=offsets.device)
+    requests = torch.searchsorted(offsets[1:], row, right=True)
+    return requests, row - offsets[requests]
+
+
+def _chunk_rows(chunks: tuple[Chunk, ...], page_table: Tensor, page_size: int, device: torch.device) -> _Packed:
+    ids = [i for chunk in chunks for i in chunk.token_ids]
+    positions = [p for chunk in chunks for p in range(chunk.start, chunk.start + len(chunk.token_ids))]
+    requests = [r for r, chunk in enumerate(chunks) for _ in chunk.token_ids]
     offsets = [0]
-    for chunk in plan.chunks:
+    for chunk in chunks:
         offsets.append(offsets[-1] + len(chunk.token_ids))
-    starts = [chunk.start for chunk in plan.chunks]
-    return _Packed(*(torch.tensor(x, device=device) for x in (ids, positions, requests, offsets, starts)))
+    table = to_device([ids, positions, requests], device)
+    bounds = to_device(offsets + [chunk.start for chunk in chunks], device)
+    entries = cache_slots(page_table, table[2], table[1], page_size)
+    return _Packed(table[0], table[1], entries, table[2], bounds[: len(offsets)], bounds[len(offsets) :])
 
 
 def _join(first: _Packed, second: _Packed) -> _Packed:
     return _Packed(
         torch.cat([first.ids, second.ids]),
         torch.cat([first.positions, second.positions]),
+        torch.cat([first.entries, second.entries]),
         torch.cat([first.requests, second.requests + first.contexts.shape[0]]),
         torch.cat([first.offsets, second.offsets[1:] + first.offsets[-1]]),
         torch.cat([first.contexts, second.contexts]),
     )
 
 
-def _logit_rows(plan: StepPlan, chunks: _Packed, decoding: _Packed) -> tuple[Tensor, Tensor, Tensor]:
+def _logit_rows(chunks: _Packed, decoding: _Packed, absorbing: int) -> tuple[Tensor, Tensor, Tensor]:
     """Each final chunk's last row, then every decoding row -> (packed rows, offsets [P + 1], requests)."""
-    absorbing = plan.num_absorbing
     ends = chunks.offsets[absorbing + 1 :] - 1
     num_final = ends.shape[0]
     final = torch.arange(num_final, device=ends.device)

@@ -1,17 +1,20 @@
 """One step, whole: build the batch, run the target, judge the drafts, absorb, propose, commit.
 
 Nothing here knows which method drafts, or whether one does: without speculation K is 0 and the proposer has nothing to
-absorb. Next: batch.py, then models/, spec_decode/rejection_sampler.py and spec_decode/proposers/, in that order.
+absorb. The step falls into two phases that meet at the logits, which is where CUDA graphs are cut (graph_runner.py).
+Next: batch.py, then models/, spec_decode/rejection_sampler.py and spec_decode/proposers/, in that order.
 """
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from specdec.agent.batch import Batch, build_batch
+from specdec.agent.batch import Batch, decode_batch, mixed_batch
 from specdec.agent.caches import Caches
 from specdec.agent.state import SlotState
+from specdec.agent.transfer import HostCopy, to_device, to_host
 from specdec.models.target import TargetModel, TargetOutput
 from specdec.plan import SlotResult, StepPlan, StepResult
 from specdec.spec_decode.logits import Stages
@@ -21,8 +24,25 @@ from specdec.spec_decode.rejection_sampler import FULL, RUNNING, STOPPED, Verdic
 FINISH = {RUNNING: None, STOPPED: 'stop', FULL: 'length'}
 
 
-class ModelAgent:
-    """Runs plans, one at a time, in order."""
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a step leaves on the device. `table` [P, 3 + K + 1]: emitted count, verify length, finish code, tokens."""
+
+    batch: Batch
+    logits: Tensor
+    table: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step under way: `results` arrive as (table,) or (table, offsets, own, values, ids) where logprobs are wanted."""
+
+    plan: StepPlan
+    results: HostCopy
+
+
+class StepModel:
+    """The step's two phases as functions of a batch; they read and write the slots' state and the caches."""
 
     def __init__(
         self, target: TargetModel, proposer: Proposer, caches: Caches, state: SlotState, page_size: int
@@ -30,21 +50,15 @@ class ModelAgent:
         self.target, self.proposer, self.caches, self.state = target, proposer, caches, state
         self.page_size = page_size
 
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        self.state.apply(plan)
-        batch = build_batch(plan, self.state, self.page_size)
+    def run_target(self, batch: Batch) -> tuple[TargetOutput, Tensor]:
+        """Rows -> taps and hidden states of all rows, logits [R, V] fp32 of those that draw a token."""
         output = self.target.forward(batch.rows, self.caches.target)
-        if plan.num_absorbing == len(plan.chunks) and not plan.decodes:
-            return self._absorb_only(plan, batch, output)
         hidden = output.hidden if batch.logit_rows is None else output.hidden[batch.logit_rows]
-        logits = self.target.head(hidden)
-        verdict = self._verify(plan, batch, logits)
-        self._draft(plan, batch, output, verdict)
-        return self._result(plan, batch, logits, verdict)
+        return output, self.target.head(hidden)
 
-    def _verify(self, plan: StepPlan, batch: Batch, logits: Tensor) -> Verdict:
-        return verify(
+    def run_draft(self, batch: Batch, output: TargetOutput, logits: Tensor, stages: Stages, drafting: bool) -> Judged:
+        """Logits -> verdict; absorb what is committed, propose the next block if `drafting`, move the slots on."""
+        verdict = verify(
             logits,
             batch.logit_requests,
             batch.logit_offsets,
@@ -52,21 +66,18 @@ class ModelAgent:
             batch.drafts,
             batch.verify_lengths,
             batch.sampling,
-            Stages(plan.samples, plan.filters, plan.bans),
+            stages,
         )
-
-    def _draft(self, plan: StepPlan, batch: Batch, output: TargetOutput, verdict: Verdict) -> None:
-        """Absorb what is committed, propose the next block if anybody will use it, and move the slots on."""
-        layout, absorbing = batch.rows.layout, plan.num_absorbing
+        layout, absorbing = batch.rows.layout, batch.num_absorbing
         committed = verdict.committed
-        if plan.chunks:
-            chunk_rows = torch.tensor(layout.chunk_rows, device=committed.device)
-            committed = torch.cat([chunk_rows, committed[len(plan.chunks) - absorbing :]])
+        if layout.chunk_rows:
+            chunk_rows = to_device(layout.chunk_rows, committed.device)
+            committed = torch.cat([chunk_rows, committed[len(layout.chunk_rows) - absorbing :]])
         lengths = layout.contexts + committed
-        step = self._draft_step(batch, output, committed, verdict.next_tokens, lengths[absorbing:], absorbing)
+        step = self._draft_step(batch, output, committed, verdict.next_tokens, lengths[absorbing:])
         self.proposer.absorb(step)
         slots, tokens = batch.slots[absorbing:], None
-        if plan.num_drafting:
+        if drafting:
             proposal = self.proposer.propose(step)
             tokens = proposal.tokens
             if proposal.survival is not None:
@@ -74,39 +85,75 @@ class ModelAgent:
         self.state.advance(slots, lengths[absorbing:], verdict.next_tokens, tokens)
         if absorbing:
             self.state.commit(batch.slots[:absorbing], lengths[:absorbing])
+        return Judged(batch, logits, _table(batch, verdict))
 
-    def _absorb_only(self, plan: StepPlan, batch: Batch, output: TargetOutput) -> StepResult:
+    def absorb_only(self, batch: Batch) -> None:
         """Prompt chunks that all leave their prompt unfinished: nobody draws a token."""
-        layout = batch.rows.layout
-        committed = torch.tensor(layout.chunk_rows, device=batch.slots.device)
-        none = batch.slots[:0]
-        self.proposer.absorb(self._draft_step(batch, output, committed, none, none, len(plan.chunks)))
+        output = self.target.forward(batch.rows, self.caches.target)
+        layout, nobody = batch.rows.layout, batch.slots[:0]
+        committed = to_device(layout.chunk_rows, nobody.device)
+        self.proposer.absorb(self._draft_step(batch, output, committed, nobody, nobody))
         self.state.commit(batch.slots, layout.contexts + committed)
-        return StepResult(plan.step, ())
 
     def _draft_step(
-        self, batch: Batch, output: TargetOutput, committed: Tensor, anchors: Tensor, lengths: Tensor, absorbing: int
+        self, batch: Batch, output: TargetOutput, committed: Tensor, anchors: Tensor, lengths: Tensor
     ) -> DraftStep:
         rows = batch.rows
-        taps = output.hidden[:, :0] if output.taps is None else output.taps
         return DraftStep(
-            taps=taps,
+            taps=output.hidden[:, :0] if output.taps is None else output.taps,
             positions=rows.positions,
             entries=rows.slots,
             row_offsets=rows.layout.row_offsets,
             committed=committed,
             anchors=anchors,
             lengths=lengths,
-            page_table=rows.layout.page_table[absorbing:],
+            page_table=rows.layout.page_table[batch.num_absorbing :],
             page_size=self.page_size,
             cache=self.caches.draft,
         )
 
-    def _result(self, plan: StepPlan, batch: Batch, logits: Tensor, verdict: Verdict) -> StepResult:
-        """Read the step back: one copy for the counts and tokens, one more where logprobs are wanted."""
-        columns = [verdict.counts, batch.verify_lengths, verdict.finish]
-        table = torch.cat([torch.stack(columns, 1), verdict.tokens], 1).tolist()
-        logprobs = None if plan.logprobs is None else self._logprobs(plan.logprobs, batch, logits, verdict)
+
+class ModelAgent:
+    """Runs plans in order: `launch` starts a step, `read` waits for its result."""
+
+    def __init__(self, model: StepModel) -> None:
+        self.model = model
+        self.device = model.state.device
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        model = self.model
+        model.state.apply(plan)
+        stages = Stages(plan.samples, plan.filters, plan.bans)
+        pad = self.device.type != 'cpu'  # reading the number of rows would make the host wait for the device
+        if plan.chunks:
+            batch = mixed_batch(model.state, plan, pad, model.page_size, stages)
+            if plan.num_absorbing == len(batch.slots):
+                model.absorb_only(batch)
+                return Launched(plan, to_host((), self.device))
+        else:
+            slots = to_device(plan.decodes, self.device)
+            num_rows = plan.row_bound if pad else None
+            batch = decode_batch(model.state, slots, plan.table_width, num_rows, model.page_size, stages)
+        output, logits = model.run_target(batch)
+        judged = model.run_draft(batch, output, logits, stages, plan.num_drafting > 0)
+        return Launched(plan, to_host(self._wanted(plan, judged), self.device))
+
+    def _wanted(self, plan: StepPlan, judged: Judged) -> tuple[Tensor, ...]:
+        if plan.logprobs is None:
+            return (judged.table,)
+        batch, logits = judged.batch, judged.logits
+        step = torch.arange(logits.shape[0], device=logits.device) - batch.logit_offsets[batch.logit_requests]
+        tokens = judged.table[:, 3:]
+        ids = tokens[batch.logit_requests, step.clamp(max=tokens.shape[1] - 1)]
+        return (judged.table, batch.logit_offsets, *emitted_logprobs(logits, ids, plan.logprobs))
+
+    def read(self, launched: Launched) -> StepResult:
+        plan, results = launched.plan, launched.results.wait()
+        if not results:
+            return StepResult(plan.step, ())
+        rows = results[0].tolist()
+        logprobs = None if plan.logprobs is None else _logprobs(rows, *results[1:])
         slots = [chunk.slot for chunk in plan.chunks[plan.num_absorbing :]] + list(plan.decodes)
         return StepResult(
             plan.step,
@@ -118,18 +165,23 @@ class ModelAgent:
                     finish=FINISH[finish],
                     logprobs=None if logprobs is None else logprobs[i][:count],
                 )
-                for i, (slot, (count, drafted, finish, *tokens)) in enumerate(zip(slots, table))
+                for i, (slot, (count, drafted, finish, *tokens)) in enumerate(zip(slots, rows))
             ),
         )
 
-    def _logprobs(
-        self, alternatives: int, batch: Batch, logits: Tensor, verdict: Verdict
-    ) -> list[tuple[dict[int, float], ...]]:
-        """Per request, per emitted token: id -> log-probability, the token's own first, then the best alternatives."""
-        offsets = batch.logit_offsets
-        step = torch.arange(logits.shape[0], device=logits.device) - offsets[batch.logit_requests]
-        ids = verdict.tokens[batch.logit_requests, step]
-        own, values, best = (x.tolist() for x in emitted_logprobs(logits, ids, alternatives))
-        rows = [{token: p} | dict(zip(others, ps)) for token, p, others, ps in zip(ids.tolist(), own, best, values)]
-        bounds = offsets.tolist()
-        return [tuple(rows[a:b]) for a, b in pairwise(bounds)]
+
+def _table(batch: Batch, verdict: Verdict) -> Tensor:
+    columns = torch.stack([verdict.counts, batch.verify_lengths, verdict.finish], 1)
+    return torch.cat([columns, verdict.tokens], 1)
+
+
+def _logprobs(
+    rows: list[list[int]], offsets: Tensor, own: Tensor, values: Tensor, ids: Tensor
+) -> list[tuple[dict[int, float], ...]]:
+    """Per request, per emitted token: id -> log-probability, the token's own first, then the best alternatives."""
+    tables = own.tolist(), values.tolist(), ids.tolist()
+    found = []
+    for (count, _, _, *tokens), (first, _) in zip(rows, pairwise(offsets.tolist())):
+        steps = zip(tokens[:count], *(table[first : first + count] for table in tables))
+        found.append(tuple({token: p} | dict(zip(others, ps)) for token, p, ps, others in steps))
+    return found

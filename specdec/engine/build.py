@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from specdec.agent.caches import Caches, MemoryPlan, plan_memory
-from specdec.agent.model_agent import ModelAgent
+from specdec.agent.model_agent import ModelAgent, StepModel
 from specdec.agent.state import SlotState
 from specdec.engine.engine import Engine
 from specdec.errors import ConfigError
@@ -46,9 +46,10 @@ class DeviceDefaults:
 
     max_batch_size: int
     max_prefill_tokens: int
+    overlap: int
 
 
-DEFAULTS = {'cpu': DeviceDefaults(16, 512), 'cuda': DeviceDefaults(256, 8192)}
+DEFAULTS = {'cpu': DeviceDefaults(16, 512, 0), 'cuda': DeviceDefaults(256, 8192, 1)}
 CPU_CACHE_SHARE = 0.25  # of available memory, in place of cache_max_entry_count's default
 DEFAULT_CACHE_SHARE = PytorchEngineConfig().cache_max_entry_count
 
@@ -108,6 +109,7 @@ def assemble(
             num_pages=memory.num_pages,
             page_size=memory.page_size,
             prefix_caching=config.enable_prefix_caching,
+            overlap=defaults.overlap,
         )
     )
     table_width = -(-(session_len + 2 * (num_drafts + 1)) // memory.page_size)
@@ -124,7 +126,7 @@ def assemble(
         device=device.type,
         dtype=str(target.cache_spec().dtype).removeprefix('torch.'),
     )
-    return Engine(info, memory, scheduler, ModelAgent(target, proposer, caches, state, memory.page_size))
+    return Engine(info, memory, scheduler, ModelAgent(StepModel(target, proposer, caches, state, memory.page_size)))
 
 
 # ------------------------------------------------------------------------------------------------------ sources

@@ -4,10 +4,11 @@ Requests and outputs are messages; which thread or process calls `step` is the c
 scheduler/scheduler.py, then agent/model_agent.py.
 """
 
+from collections import deque
 from collections.abc import Iterable
 
 from specdec.agent.caches import MemoryPlan
-from specdec.agent.model_agent import ModelAgent
+from specdec.agent.model_agent import Launched, ModelAgent
 from specdec.errors import RequestError
 from specdec.messages import EngineInfo, EngineRequest, RequestOutput
 from specdec.scheduler.scheduler import Scheduler
@@ -19,6 +20,7 @@ class Engine:
     def __init__(self, info: EngineInfo, memory: MemoryPlan, scheduler: Scheduler, agent: ModelAgent) -> None:
         self.info, self.memory = info, memory
         self.scheduler, self.agent = scheduler, agent
+        self._launched: deque[Launched] = deque()
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. RequestError if this model can never serve it."""
@@ -45,11 +47,18 @@ class Engine:
         return self.scheduler.has_work()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step, if there is one, and return what it gave."""
+        """Launch the next step, if there is one, and return what the oldest unread one gave.
+
+        With overlap the device works on one step while the host commits the one before and prepares the one after.
+        """
         plan = self.scheduler.schedule()
-        if plan is None:
+        if plan is not None:
+            self._launched.append(self.agent.launch(plan))
+            if len(self._launched) <= self.scheduler.config.overlap:
+                return []
+        if not self._launched:
             return []
-        outputs = self.scheduler.commit(self.agent.execute(plan))
+        outputs = self.scheduler.commit(self.agent.read(self._launched.popleft()))
         if not self.scheduler.has_work():
             self.scheduler.check()
         return outputs

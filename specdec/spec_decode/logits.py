@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.kernels.noise import gumbel
+from specdec.kernels.noise import PICK
+from specdec.kernels.pick import argmax, noisy_argmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +43,14 @@ def pick_tokens(logits: Tensor, requests: Tensor, draw_positions: Tensor, sampli
     """logits [R, V] fp32, request of each row [R], position of the token it draws [R] -> picks [R] int64."""
     if stages.bans:
         logits = apply_bans(logits, requests, draw_positions, sampling)
-    picks = logits.argmax(-1)
     if not stages.samples:
-        return picks
-    temperature = sampling.temperature[requests]
-    scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        return argmax(logits)
+    temperature, threshold = sampling.temperature[requests], None
     if stages.filters:
-        scaled = apply_filters(scaled, sampling.top_k[requests], sampling.top_p[requests], sampling.min_p[requests])
-    noise = gumbel(sampling.seeds[requests], draw_positions, logits.shape[1])
-    return torch.where(temperature > 0, (scaled + noise).argmax(-1), picks)
+        scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        cuts = sampling.top_k[requests], sampling.top_p[requests], sampling.min_p[requests]
+        threshold = filter_threshold(scaled, *cuts)
+    return noisy_argmax(logits, temperature, threshold, sampling.seeds[requests], draw_positions, PICK)
 
 
 def apply_bans(logits: Tensor, requests: Tensor, draw_positions: Tensor, sampling: Sampling) -> Tensor:
@@ -63,11 +63,11 @@ def apply_bans(logits: Tensor, requests: Tensor, draw_positions: Tensor, samplin
     return padded.scatter_(1, torch.where(ids < 0, vocabulary, ids), float('-inf'))[:, :vocabulary]
 
 
-def apply_filters(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """-inf for what top-k, top-p and min-p cut off, each on the renormalised survivors of the one before.
+def filter_threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """What a value must reach to survive top-k, top-p and min-p, each on the renormalised survivors of the one before.
 
     scaled [R, V] = logits over temperature; top_k [R] (0 = all), top_p and min_p [R]. Each filter keeps what is at
-    least as large as its last kept value, so together they are one threshold per row and equal values share a fate.
+    least as large as its last kept value, so together they are one threshold per row [R] and equal values share a fate.
     """
     vocabulary = scaled.shape[1]
     ranked = scaled.sort(-1, descending=True).values
@@ -78,5 +78,4 @@ def apply_filters(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     kept = (before < top_p[:, None] * weights.sum(-1, keepdim=True)) & (ranked >= threshold)
     kept[:, 0] = True
     threshold = ranked.gather(1, kept.sum(-1, keepdim=True) - 1)
-    threshold = threshold.maximum(ranked[:, :1] + min_p.log()[:, None])
-    return scaled.masked_fill(scaled < threshold, float('-inf'))
+    return threshold.maximum(ranked[:, :1] + min_p.log()[:, None]).squeeze(1)

@@ -60,8 +60,9 @@ def _cut(tokens: Tensor, accepted: Tensor, step: Tensor, first: Tensor, sampling
     is_stop = (tokens[:, :, None] == sampling.stop_ids[:, None, :]).any(-1)
     is_stop &= step < emitted[:, None]
     before_stop = (is_stop.cumsum(1) == 0).sum(1)
-    counts = (before_stop + 1).minimum(emitted).minimum(sampling.end - first)
-    last = counts[:, None] - 1
+    # a request that ended in a step not read yet may have one more step under way: nothing is left for it to emit
+    counts = (before_stop + 1).minimum(emitted).minimum(sampling.end - first).clamp(min=0)
+    last = (counts[:, None] - 1).clamp(min=0)
     stopped = is_stop.gather(1, last).squeeze(1)
     full = first + counts >= sampling.end
     finish = torch.where(stopped, STOPPED, torch.where(full, FULL, RUNNING))

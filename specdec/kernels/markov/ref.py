@@ -15,14 +15,9 @@ def markov_chain(
     if weights.kind == 'rnn':
         state = hidden.new_zeros(hidden.shape[0], weights.w1.shape[1])
         if lead is not None:
-            _, state = _rnn(weights, state, F.embedding(token, weights.w1), lead)
+            _, state = step_rnn(weights, state, F.embedding(token, weights.w1), lead)
     for k in range(base_logits.shape[1]):
-        feature = F.embedding(token, weights.w1)
-        if weights.kind == 'gated':
-            gate = F.linear(torch.cat([hidden[:, k], feature], -1), weights.gate, weights.gate_bias)
-            feature = torch.sigmoid(gate) * feature
-        elif weights.kind == 'rnn':
-            feature, state = _rnn(weights, state, feature, hidden[:, k])
+        feature, state = step_feature(weights, token, hidden[:, k], state)
         logits = base_logits[:, k] + F.linear(feature, weights.w2).float()
         token = logits.argmax(-1) if pick is None else pick(k, logits)
         if weights.d2t is not None:
@@ -32,7 +27,22 @@ def markov_chain(
     return torch.stack(tokens, 1), torch.stack(previous[:-1], 1)
 
 
-def _rnn(weights: MarkovWeights, state: Tensor, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def step_feature(
+    weights: MarkovWeights, token: Tensor, hidden: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """What w2 projects at one step [B, r], from the token before [B] and the row [B, H]; and the rnn state after it."""
+    embedding = F.embedding(token, weights.w1)
+    if weights.kind == 'rnn':
+        assert state is not None
+        return step_rnn(weights, state, embedding, hidden)
+    if weights.kind == 'gated':
+        gate = F.linear(torch.cat([hidden, embedding], -1), weights.gate, weights.gate_bias)
+        return torch.sigmoid(gate) * embedding, None
+    return embedding, None
+
+
+def step_rnn(weights: MarkovWeights, state: Tensor, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """(output feature, next state); the output uses the state before the step."""
     joint = F.linear(torch.cat([state, embedding, hidden], -1), weights.joint, weights.joint_bias)
     gate, candidate, output = joint.chunk(3, -1)
     gate = torch.sigmoid(gate)

@@ -1,0 +1,86 @@
+"""Picks on a GPU: tiles of the vocabulary find their best id, a second kernel the best of the tiles."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.launch import launch_options, release, wait
+from specdec.kernels.noise.triton import gumbel_quad
+
+TILE = 4096
+
+
+@triton.jit
+def best_of(values, ids):
+    """Largest value and, among equals, the lowest id of a 1-D tile."""
+    top = tl.max(values, 0)
+    return top, tl.min(tl.where(values == top, ids, 2147483647), 0)
+
+
+@triton.jit
+def _tiles_kernel(
+    logits, temperature, threshold, seeds, positions, best, best_ids, vocabulary, row_stride, tiles, stream,
+    TILE: tl.constexpr, NOISY: tl.constexpr, FILTERED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    row, tile = tl.program_id(0), tl.program_id(1)
+    source = logits + row.to(tl.int64) * row_stride
+    wait(OVERLAP)
+    release(OVERLAP)
+    heat = tl.load(temperature + row) if NOISY else 0.0
+    if heat > 0:
+        floor = tl.load(threshold + row) if FILTERED else float('-inf')
+        seed, position = tl.load(seeds + row), tl.load(positions + row)
+        quad = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+        noise = gumbel_quad(seed, position, quad, stream)
+        top, top_id = float('-inf'), 2147483647
+        for lane in tl.static_range(4):
+            ids = quad * 4 + lane
+            scaled = tl.load(source + ids, mask=ids < vocabulary, other=float('-inf')) / heat
+            value = tl.where(scaled < floor, float('-inf'), scaled + noise[lane])
+            lane_top, lane_id = best_of(value, ids)
+            better = (lane_top > top) | ((lane_top == top) & (lane_id < top_id))
+            top, top_id = tl.where(better, lane_top, top), tl.where(better, lane_id, top_id)
+    else:
+        ids = tile * TILE + tl.arange(0, TILE)
+        top, top_id = best_of(tl.load(source + ids, mask=ids < vocabulary, other=float('-inf')), ids)
+    tl.store(best + row * tiles + tile, top)
+    tl.store(best_ids + row * tiles + tile, top_id)
+
+
+@triton.jit
+def _best_tile_kernel(best, best_ids, out, tiles, vocabulary, PAD: tl.constexpr, OVERLAP: tl.constexpr):
+    row, lane = tl.program_id(0), tl.arange(0, PAD)
+    wait(OVERLAP)
+    values = tl.load(best + row * tiles + lane, mask=lane < tiles, other=float('-inf'))
+    ids = tl.load(best_ids + row * tiles + lane, mask=lane < tiles, other=2147483647)
+    release(OVERLAP)
+    _, winner = best_of(values, ids)
+    tl.store(out + row, tl.minimum(winner, vocabulary - 1).to(tl.int64))  # a row of NaN has no winner
+
+
+def _pick(logits: Tensor, noise: tuple[Tensor, Tensor | None, Tensor, Tensor, int] | None) -> Tensor:
+    rows, vocabulary = logits.shape
+    tiles = triton.cdiv(vocabulary, TILE)
+    device, options = logits.device, launch_options(logits.device)
+    best = torch.empty(rows, tiles, dtype=torch.float32, device=device)
+    best_ids = torch.empty(rows, tiles, dtype=torch.int32, device=device)
+    out = torch.empty(rows, dtype=torch.int64, device=device)
+    temperature, threshold, seeds, positions, stream = noise or (None, None, None, None, 0)
+    _tiles_kernel[(rows, tiles)](
+        logits, temperature, threshold, seeds, positions, best, best_ids, vocabulary, logits.stride(0), tiles, stream,
+        TILE=TILE, NOISY=noise is not None, FILTERED=threshold is not None, num_warps=8, **options,
+    )  # fmt: skip
+    pad = triton.next_power_of_2(tiles)
+    _best_tile_kernel[(rows,)](best, best_ids, out, tiles, vocabulary, PAD=pad, num_warps=1, **options)
+    return out
+
+
+def argmax(logits: Tensor) -> Tensor:
+    return _pick(logits.reshape(-1, logits.shape[-1]), None).view(logits.shape[:-1])
+
+
+def noisy_argmax(
+    logits: Tensor, temperature: Tensor, threshold: Tensor | None, seeds: Tensor, positions: Tensor, stream: int
+) -> Tensor:
+    return _pick(logits, (temperature, threshold, seeds, positions, stream))
