@@ -1,0 +1,191 @@
+"""Is this text the target's own? And where it is not: was it a tie that a last bit may decide?
+
+The rule (DESIGN, "What keeps it honest"): two runs may differ only where the target's own top-2 margin, of log p
++ noise when sampling, is below 1e-5, or where a top-k, top-p, min-p or router cut was decided by less than 1e-6; and
+that at most once in 10,000 tokens. Margins come from a plain forward over the whole text. Nothing here uses the engine.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from specdec.kernels.moe import route_top_k
+from specdec.kernels.noise import gumbel
+from specdec.kernels.paged_attention import RowLayout
+from specdec.layers import moe
+from specdec.messages import SamplingParams
+from specdec.models.target import Rows
+from tests.helpers.engines import Models, Outcome, Settings, generate, make_engine, request
+
+TIE = 1e-5
+CUT = 1e-6
+TOKENS_PER_EXCUSE = 10_000
+REFERENCE_PAGE = 16
+
+
+# -------------------------------------------------------------------------------------------- a plain forward
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Logits [T, V] of a text in one forward, and the closest router decision of each row and those before it [T]."""
+
+    logits: Tensor
+    router_margins: Tensor
+
+
+@torch.inference_mode()
+def reference(models: Models, text: Sequence[int]) -> Reference:
+    target: Any = models.target
+    count = len(text)
+    pages = -(-count // REFERENCE_PAGE)
+    cache = target.cache_spec().allocate(pages + 1, REFERENCE_PAGE, torch.device('cpu'))
+    layout = RowLayout(
+        row_offsets=torch.tensor([0, count]),
+        contexts=torch.tensor([0]),
+        page_table=torch.arange(1, pages + 1)[None],
+        chunk_rows=(count,),
+        tile_rows=1,
+        page_size=REFERENCE_PAGE,
+    )
+    positions = torch.arange(count)
+    rows = Rows(torch.tensor(text), positions, positions + REFERENCE_PAGE, layout)
+    margins = torch.full((count,), float('inf'))
+
+    def watched(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        ranked = logits.softmax(-1).sort(-1, descending=True).values
+        torch.minimum(margins, ranked[:, k - 1] - ranked[:, k], out=margins)
+        return route_top_k(logits, k, renormalise)
+
+    with mock.patch.object(moe, 'route_top_k', watched):
+        logits = target.head(target.forward(rows, cache).hidden)
+    return Reference(logits, margins.cummin(0).values)
+
+
+# -------------------------------------------------------------------------------------------- what a row picks
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A row's pick; by how much it won; by how much the closest filter was decided."""
+
+    pick: int
+    margin: float
+    cut: float
+
+
+def survivors(logits: Tensor, params: SamplingParams) -> tuple[Tensor, float]:
+    """Log-probabilities [V] over temperature and filters in float64, -inf where cut off, and the closest cut.
+
+    Written from the rule, not from the engine: temperature, top-k, top-p, min-p, each on the renormalised survivors
+    of the one before, values equal to the last kept one staying.
+    """
+    logp = (logits.double() / params.temperature).log_softmax(-1)
+    closest = float('inf')
+
+    def keep_from(threshold: float) -> None:
+        nonlocal logp, closest
+        kept = logp >= threshold
+        out = logp[~kept & logp.isfinite()]
+        if len(out):
+            closest = min(closest, float(logp[kept].min() - out.max()))
+        logp = logp.masked_fill(~kept, float('-inf')).log_softmax(-1)
+
+    if 0 < params.top_k < len(logp):
+        keep_from(float(logp.sort(descending=True).values[params.top_k - 1]))
+    if params.top_p < 1:
+        ranked = logp.sort(descending=True).values
+        mass = ranked.exp().cumsum(0)
+        before = mass - ranked.exp()
+        closest = min(closest, float((mass - params.top_p).abs().min()))
+        keep_from(float(ranked[before < params.top_p].min()))
+    if params.min_p > 0:
+        gap = logp.exp() - params.min_p * logp.exp().max()
+        closest = min(closest, float(gap.abs().min()))
+        keep_from(float(logp[gap >= 0].min()))
+    return logp, closest
+
+
+def decide(logits: Tensor, draw_position: int, prompt_length: int, params: SamplingParams) -> Decision:
+    """The pick of one row [V] that draws the token at `draw_position`."""
+    banned = list(params.banned_ids)
+    if draw_position < prompt_length + params.min_new_tokens:
+        banned += params.stop_ids
+    scores, cut = logits.clone(), float('inf')
+    scores[banned] = float('-inf')
+    if params.temperature > 0:
+        logp, cut = survivors(scores, params)
+        seed = params.seed - 2**64 if params.seed >= 2**63 else params.seed
+        noise = gumbel(torch.tensor([seed]), torch.tensor([draw_position]), len(logits))[0]
+        scores = logp + noise
+    best = scores.double().sort(descending=True)
+    return Decision(int(best.indices[0]), float(best.values[0] - best.values[1]), cut)
+
+
+# ---------------------------------------------------------------------------------------------------- the judge
+@dataclass(slots=True, repr=False)
+class Ledger:
+    """Counts compared tokens and excused differences over a whole session."""
+
+    tokens: int = 0
+    excuses: list[str] = field(default_factory=list)
+    _plain: dict[Any, Outcome] = field(default_factory=dict)
+
+    def plain(self, models: Models, prompt: Sequence[int], max_new_tokens: int, **params: Any) -> Outcome:
+        """The target's text without drafts, alone, and checked row by row against one forward over all of it."""
+        key = (models.sources.target_folder, tuple(prompt), max_new_tokens, tuple(sorted(params.items())))
+        if key not in self._plain:
+            enough = Settings(session_len=len(prompt) + max_new_tokens, max_batch_size=1)
+            [outcome] = generate(make_engine(models.plain(), enough), [request(prompt, max_new_tokens, **params)])
+            self.check_against_forward(models, outcome)
+            self._plain[key] = outcome
+        return self._plain[key]
+
+    def check_against_forward(self, models: Models, outcome: Outcome) -> None:
+        """Every token is the pick of its row when the text is run as one prompt."""
+        text, start = outcome.text, len(outcome.request.prompt_ids)
+        whole = reference(models, text[:-1])
+        for position in range(start, len(text)):
+            decision = decide(whole.logits[position - 1], position, start, outcome.request.params)
+            if decision.pick != text[position]:
+                self._excuse(
+                    whole, position, decision, 'one forward', 'plain decoding', (decision.pick, text[position])
+                )
+                break
+            self.tokens += 1
+
+    def same(self, models: Models, expected: Outcome, found: Outcome) -> bool:
+        """Fail unless the tokens are equal, or first differ at a tie; whether they were equal.
+
+        Where they are equal the reasons to finish must be, too.
+        """
+        mine, theirs = found.token_ids, expected.token_ids
+        differing = [i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b]
+        if not differing:
+            assert (len(mine), found.finish) == (len(theirs), expected.finish), (found, expected)
+            self.tokens += len(mine)
+            return True
+        first = differing[0]
+        self.tokens += first
+        start = len(expected.request.prompt_ids)
+        whole = reference(models, expected.text[: start + first])
+        decision = decide(whole.logits[-1], start + first, start, expected.request.params)
+        self._excuse(whole, start + first, decision, 'plain', 'this run', (theirs[first], mine[first]))
+        return False
+
+    def _excuse(
+        self, whole: Reference, position: int, decision: Decision, left: str, right: str, tokens: tuple[int, int]
+    ) -> None:
+        router = float(whole.router_margins[position - 1])
+        message = (
+            f'at position {position} {left} has {tokens[0]}, {right} {tokens[1]}; the target picks {decision.pick}'
+            f' by {decision.margin:.2e}, closest cut {decision.cut:.2e}, closest router choice {router:.2e}'
+        )
+        assert decision.margin < TIE or decision.cut < CUT or router < CUT, message
+        warnings.warn(f'excused: {message}', stacklevel=3)
+        self.excuses.append(message)
+
+    def close(self) -> None:
+        allowed = max(1, self.tokens // TOKENS_PER_EXCUSE)
+        assert len(self.excuses) <= allowed, f'{len(self.excuses)} excuses in {self.tokens} tokens'
