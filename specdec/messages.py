@@ -367,6 +367,48 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineReady:
+    """The first word of an engine in another process. `memory`: one line that says how memory was shared out."""
+
+    info: EngineInfo
+    memory: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailure:
+    """The last word of an engine in another process: it could not start, or it died.
+
+    `kind` is 'config' or 'checkpoint' for an error that names a `field` and its `value`, else 'engine'.
+    """
+
+    kind: str
+    message: str
+    field: str = ''
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class StatsQuery:
+    """Asks for EngineStats; answered between two steps, in the order of the questions."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine at this moment, and totals since its start. `num_pages` leaves the scratch page out.
+
+    `num_pages_held` belong to requests; pages that only the prefix cache keeps count as free.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_slots: int = 0
+    num_pages: int = 0
+    num_pages_held: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AbortRequests:
     """Stop these requests as soon as possible; ids that are unknown or finished are no error."""
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.engine.client import Engine, EngineClient, ThreadClient, describe
 from specdec.engine.live_request import LiveRequest, RequestMaker
+from specdec.engine.logs import set_log_level
 from specdec.errors import ConfigError, EngineError, RequestError
 from specdec.messages import (
     ChatTemplateConfig,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 MAX_BACKLOG = 1024  # outputs that may wait for a request's end before they are worked off
 NUM_PROMPTS_WITH_PROGRESS = 8  # from so many prompts on, a terminal shows a progress bar
-LOG_LEVELS = ('CRITICAL', 'ERROR', 'WARNING', 'INFO', 'DEBUG')
 
 logger = logging.getLogger('specdec')
 
@@ -355,18 +355,6 @@ class Pipeline:
             raise EngineError('the pipeline is closed')
         if (failure := self._client.failure) is not None:
             raise EngineError(f'the engine has failed: {describe(failure)}') from failure
-
-
-def set_log_level(level: str) -> None:
-    """Sets the level of the 'specdec' logger, and gives it a handler if nobody else has. ConfigError if unknown."""
-    name = level.upper() if isinstance(level, str) else level
-    if name not in LOG_LEVELS:
-        raise ConfigError('log_level', level, 'must be one of ' + ', '.join(LOG_LEVELS))
-    logger.setLevel(name)
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter('%(asctime)s %(name)s %(levelname)s %(message)s'))
-        logger.addHandler(handler)
 
 
 @dataclass(frozen=True, slots=True)

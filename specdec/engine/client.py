@@ -1,7 +1,7 @@
 """The one way to talk to an engine: requests in, outputs back through a callback, once per step.
 
-ThreadClient runs the engine in a thread of this process; a client for another process speaks the same messages.
-Next: async_engine.py, the only user of a client.
+ThreadClient runs the engine in a thread of this process; process_client.py one in a process of its own, with the same
+messages. Next: async_engine.py and pipeline.py, the users of a client.
 """
 
 import logging
@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from specdec.errors import EngineError, RequestError
-from specdec.messages import AbortRequests, EngineInfo, EngineRequest, ErrorInfo, RequestOutput
+from specdec.messages import AbortRequests, EngineInfo, EngineRequest, EngineStats, ErrorInfo, RequestOutput
 
 OnOutputs = Callable[[list[RequestOutput]], None]
+OnStats = Callable[[EngineStats], None]
 
 logger = logging.getLogger('specdec')
 
@@ -33,6 +34,8 @@ class Engine(Protocol):
     def step(self) -> list[RequestOutput]:
         """Runs one step; what it gave, possibly nothing."""
 
+    def stats(self) -> EngineStats: ...
+
     def close(self) -> None: ...
 
 
@@ -50,6 +53,9 @@ class EngineClient(Protocol):
     def abort(self, request_ids: Sequence[int]) -> None:
         """No output is owed for these any more; unknown and finished ids are no error."""
 
+    def request_stats(self, on_stats: OnStats) -> None:
+        """Calls `on_stats` between two steps, from another thread than the caller's; never, if the engine is dead."""
+
     @property
     def failure(self) -> BaseException | None:
         """What the engine died of, if it did."""
@@ -63,7 +69,7 @@ class ThreadClient:
     def __init__(self, engine: Engine) -> None:
         self.info = engine.info
         self._engine = engine
-        self._inbox: queue.SimpleQueue[EngineRequest | AbortRequests | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[EngineRequest | AbortRequests | OnStats | None] = queue.SimpleQueue()
         self._live: set[int] = set()  # written by the engine's thread only
         self._failure: BaseException | None = None
         self._closed = False
@@ -83,6 +89,9 @@ class ThreadClient:
 
     def abort(self, request_ids: Sequence[int]) -> None:
         self._inbox.put(AbortRequests(tuple(request_ids)))
+
+    def request_stats(self, on_stats: OnStats) -> None:
+        self._inbox.put(on_stats)
 
     @property
     def failure(self) -> BaseException | None:
@@ -128,19 +137,22 @@ class ThreadClient:
                 self._live.difference_update(message.request_ids)
                 self._engine.abort(message.request_ids)
                 continue
+            if callable(message):
+                message(self._engine.stats())
+                continue
             try:
                 self._engine.add(message)
                 self._live.add(message.request_id)
             except RequestError as error:
-                on_outputs([_error_output(message.request_id, ErrorInfo(error.code, str(error)))])
+                on_outputs([error_output(message.request_id, ErrorInfo(error.code, str(error)))])
         return True
 
     def _fail_all(self, on_outputs: OnOutputs, error: ErrorInfo) -> None:
         """Ends every request, also those in the inbox and those of a submit that had just passed its check."""
-        on_outputs([_error_output(request_id, error) for request_id in self._live])
+        on_outputs([error_output(request_id, error) for request_id in self._live])
         while (message := self._inbox.get()) is not None:
             if isinstance(message, EngineRequest):
-                on_outputs([_error_output(message.request_id, error)])
+                on_outputs([error_output(message.request_id, error)])
 
 
 def describe(error: BaseException) -> str:
@@ -148,5 +160,5 @@ def describe(error: BaseException) -> str:
     return f'{type(error).__name__}: {error}'.splitlines()[0]
 
 
-def _error_output(request_id: int, error: ErrorInfo) -> RequestOutput:
+def error_output(request_id: int, error: ErrorInfo) -> RequestOutput:
     return RequestOutput(request_id, finish_reason='error', error=error)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from specdec.agent.caches import MemoryPlan
 from specdec.agent.model_agent import Launched, ModelAgent
 from specdec.errors import RequestError
-from specdec.messages import EngineInfo, EngineRequest, RequestOutput
+from specdec.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput
 from specdec.scheduler.scheduler import Scheduler
 
 
@@ -62,6 +62,9 @@ class Engine:
         if not self.scheduler.has_work():
             self.scheduler.check()
         return outputs
+
+    def stats(self) -> EngineStats:
+        return self.scheduler.current_stats()
 
     def close(self) -> None:
         """Nothing outlives the engine: its memory goes with it."""

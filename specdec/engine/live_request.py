@@ -37,7 +37,8 @@ class LiveRequest:
 
     __slots__ = (
         '_cached_tokens', '_error', '_ids', '_logprobs', '_num_accepted', '_num_drafted', '_num_ids', '_num_steps',
-        '_shows_stop', '_streams', '_text', '_text_stream', 'finish_reason', 'is_eager', 'request', 'taken_all',
+        '_shows_stop', '_steps', '_streams', '_text', '_text_stream', 'finish_reason', 'is_eager', 'request',
+        'taken_all', 'taken_steps',
     )  # fmt: skip
 
     def __init__(
@@ -56,23 +57,29 @@ class LiveRequest:
         self._logprobs: list[dict[int, float]] = []
         self._num_ids = self._num_steps = self._num_drafted = self._num_accepted = self._cached_tokens = 0
         self._error: ErrorInfo | None = None
+        self._steps: list[tuple[int, int]] = []
+        self.taken_steps: list[tuple[int, int]] = []  # (drafted, accepted) of the decode steps in the last piece taken
 
     # -------------------------------------------------------------------------------------------------- filling
-    def add(self, output: RequestOutput) -> None:
-        """One step's output. A stop string ends the request here, even where the engine goes on."""
+    def add(self, output: RequestOutput) -> int:
+        """One step's output. A stop string ends the request here, even where the engine goes on.
+
+        Returns how many tokens of it count as emitted: a stop token does, tokens beyond a stop string do not.
+        """
         assert self.finish_reason is None, 'an ended request takes no output'
         self._cached_tokens = self._cached_tokens or output.cached_tokens
         self._error = output.error
-        finish_reason = self._add_tokens(output) if output.token_ids else output.finish_reason
+        num_emitted, finish_reason = self._add_tokens(output) if output.token_ids else (0, output.finish_reason)
         if finish_reason is not None:
             self.end(finish_reason)
+        return num_emitted
 
     def end(self, finish_reason: FinishReason) -> None:
         self._text.append(self._text_stream.finish())
         self.finish_reason = finish_reason
 
-    def _add_tokens(self, output: RequestOutput) -> FinishReason | None:
-        """Takes the tokens up to the request's end; the reason why it ends with them, if it does."""
+    def _add_tokens(self, output: RequestOutput) -> tuple[int, FinishReason | None]:
+        """Takes the tokens up to the request's end; how many, and the reason why it ends with them, if it does."""
         token_ids, finish_reason = output.token_ids, output.finish_reason
         hides_stop = finish_reason == 'stop' and not self._shows_stop
         piece = self._text_stream.push(token_ids[:-1] if hides_stop else token_ids)
@@ -90,7 +97,8 @@ class LiveRequest:
             self._num_steps += 1
             self._num_drafted += output.drafted
             self._num_accepted += num_emitted - 1
-        return finish_reason
+            self._steps.append((output.drafted, num_emitted - 1))
+        return num_emitted, finish_reason
 
     # --------------------------------------------------------------------------------------------------- taking
     @property
@@ -115,6 +123,7 @@ class LiveRequest:
         if self.taken_all and self._error is not None:
             response.error_code, response.error_message = self._error.code, self._error.message
         self._text, self._ids, self._logprobs = [], [], []
+        self.taken_steps, self._steps = self._steps, []
         return response
 
 

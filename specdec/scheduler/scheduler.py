@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from specdec.messages import EngineRequest, RequestOutput
+from specdec.messages import EngineRequest, EngineStats, RequestOutput
 from specdec.plan import Admit, Chunk, PageUpdate, SlotResult, StepPlan, StepResult
 from specdec.scheduler.pages import PagePool
 from specdec.scheduler.sequence import Sequence
@@ -83,6 +83,17 @@ class Scheduler:
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self._in_flight or self._paused)
+
+    def current_stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting) + len(self._paused),
+            num_free_slots=len(self._free_slots),
+            num_pages=self.pages.num_pages - 1,
+            num_pages_held=self.pages.num_held,
+            num_steps=self._step,
+            num_preemptions=self.stats.preemptions,
+        )
 
     def check(self) -> None:
         """Page accounting, whenever the engine is idle."""

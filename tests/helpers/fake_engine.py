@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 
-from specdec.messages import EngineInfo, EngineRequest, RequestOutput
+from specdec.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput
 
 Script = Callable[[EngineRequest], Sequence[Sequence[int]]]
 
@@ -59,6 +59,9 @@ class FakeEngine:
         if self.num_steps == self._fail_at:
             raise RuntimeError('the device is on fire')
         return [self._step_one(request_id) for request_id in list(self._live)]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_running=len(self._live), num_steps=self.num_steps)
 
     def close(self) -> None:
         self.closed = True
