@@ -72,7 +72,7 @@ class _Packed:
 def decode_batch(
     state: SlotState, slots: Tensor, table_width: int, num_rows: int | None, page_size: int, stages: Stages
 ) -> Batch:
-    """A step without prompt chunks. `num_rows` pads or, None, fits the rows; the host must not know how many there are."""
+    """A step without prompt chunks. `num_rows` pads the rows; None fits them: the host then waits for the device."""
     page_table = state.page_table[slots, :table_width]
     ints, drafts = state.ints[slots], state.drafts[slots]
     packed, lengths = _decode_rows(ints, drafts, page_table, num_rows, page_size)
@@ -92,7 +92,7 @@ def decode_batch(
 
 
 def mixed_batch(state: SlotState, plan: StepPlan, pad: bool, page_size: int, stages: Stages) -> Batch:
-    """A step with prompt chunks, and decoding rows behind them if there are any; `pad` sizes them by the host's bound."""
+    """A step with prompt chunks, and decoding rows behind them if there are any, padded to a bound if `pad`."""
     device, num_chunks, absorbing = state.device, len(plan.chunks), plan.num_absorbing
     num_final = num_chunks - absorbing
     slots = to_device([chunk.slot for chunk in plan.chunks] + list(plan.decodes), device)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdec.agent.batch import Batch, decode_batch, mixed_batch
 from specdec.agent.caches import Caches
+from specdec.agent.graph_runner import GraphRunner
 from specdec.agent.state import SlotState
 from specdec.agent.transfer import HostCopy, to_device, to_host
 from specdec.models.target import TargetModel, TargetOutput
@@ -35,7 +36,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step under way: `results` arrive as (table,) or (table, offsets, own, values, ids) where logprobs are wanted."""
+    """A step under way: (table,) arrives, or (table, offsets, own, values, ids) where logprobs are wanted."""
 
     plan: StepPlan
     results: HostCopy
@@ -116,28 +117,42 @@ class StepModel:
 class ModelAgent:
     """Runs plans in order: `launch` starts a step, `read` waits for its result."""
 
-    def __init__(self, model: StepModel) -> None:
-        self.model = model
+    def __init__(self, model: StepModel, graphs: GraphRunner | None = None) -> None:
+        self.model, self.graphs = model, graphs
         self.device = model.state.device
+        self.eager_decode_steps = 0  # steps without prompt chunks that no graph ran
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
+        self.model.state.apply(plan)
+        judged = self._replay(plan) if self.graphs is not None else self._run(plan)
+        wanted = () if judged is None else self._wanted(plan, judged)
+        return Launched(plan, to_host(wanted, self.device))
+
+    def _replay(self, plan: StepPlan) -> Judged | None:
+        assert self.graphs is not None
+        judged = self.graphs.run(plan)
+        if judged is None:
+            self.eager_decode_steps += not plan.chunks
+            return self._run(plan)
+        return judged
+
+    def _run(self, plan: StepPlan) -> Judged | None:
+        """One step, operator by operator; None if no request draws a token."""
         model = self.model
-        model.state.apply(plan)
         stages = Stages(plan.samples, plan.filters, plan.bans)
         pad = self.device.type != 'cpu'  # reading the number of rows would make the host wait for the device
         if plan.chunks:
             batch = mixed_batch(model.state, plan, pad, model.page_size, stages)
             if plan.num_absorbing == len(batch.slots):
                 model.absorb_only(batch)
-                return Launched(plan, to_host((), self.device))
+                return None
         else:
             slots = to_device(plan.decodes, self.device)
             num_rows = plan.row_bound if pad else None
             batch = decode_batch(model.state, slots, plan.table_width, num_rows, model.page_size, stages)
         output, logits = model.run_target(batch)
-        judged = model.run_draft(batch, output, logits, stages, plan.num_drafting > 0)
-        return Launched(plan, to_host(self._wanted(plan, judged), self.device))
+        return model.run_draft(batch, output, logits, stages, plan.num_drafting > 0)
 
     def _wanted(self, plan: StepPlan, judged: Judged) -> tuple[Tensor, ...]:
         if plan.logprobs is None:

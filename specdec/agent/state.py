@@ -7,6 +7,7 @@ proposal at its end. Slot 0 is scratch; padding rows use it and no request ever 
 import torch
 from torch import Tensor
 
+from specdec.agent.transfer import to_device
 from specdec.messages import MAX_STOP_IDS
 from specdec.plan import Admit, StepPlan
 
@@ -39,31 +40,38 @@ class SlotState:
         for admit in plan.admits:
             self._admit(admit)
         for update in plan.page_updates:
-            pages = torch.tensor(update.pages, dtype=torch.int32)
-            self.page_table[update.slot, update.index : update.index + len(update.pages)] = pages.to(self.device)
+            pages = to_device(update.pages, self.device, torch.int32)
+            self.page_table[update.slot, update.index : update.index + len(update.pages)] = pages
 
     def _admit(self, admit: Admit) -> None:
         slot, params = admit.slot, admit.params
         cap = self.num_drafts if params.max_drafts is None else min(params.max_drafts, self.num_drafts)
         seed = params.seed - 2**64 if params.seed >= 2**63 else params.seed  # the same bits as int64
         ints = (admit.length, 0, 0, cap, admit.end, admit.stop_from, seed, params.top_k)
-        self.ints[slot] = torch.tensor(ints, device=self.device)
-        self.floats[slot] = torch.tensor((params.temperature, params.top_p, params.min_p), device=self.device)
+        self.ints[slot] = to_device(ints, self.device)
+        floats = (params.temperature, params.top_p, params.min_p)
+        self.floats[slot] = to_device(floats, self.device, torch.float32)
         self.stop_ids[slot] = self._id_list(params.stop_ids)
         self.banned_ids[slot] = self._id_list(params.banned_ids)
         self.page_table[slot] = 0
 
     def _id_list(self, ids: tuple[int, ...]) -> Tensor:
-        return torch.tensor(ids + (NO_ID,) * (MAX_STOP_IDS - len(ids)), device=self.device)
+        return to_device(ids + (NO_ID,) * (MAX_STOP_IDS - len(ids)), self.device)
 
     def commit(self, slots: Tensor, lengths: Tensor) -> None:
         """Chunks that draw no token: lengths [n] of slots [n]."""
         self.ints[slots, LENGTH] = lengths
 
     def advance(self, slots: Tensor, lengths: Tensor, anchors: Tensor, drafts: Tensor | None) -> None:
-        """After a verdict: committed lengths and anchors [n] of slots [n], with their fresh drafts [n, K], if any."""
+        """After a verdict: committed lengths and anchors [n] of slots [n], with their fresh drafts [n, K], if any.
+
+        Slot 0 stays blank: padding rows start at position 0 for ever.
+        """
         num_drafts = torch.full_like(lengths, 0 if drafts is None else drafts.shape[1])
-        self.ints[:, : NUM_DRAFTS + 1].index_copy_(0, slots, torch.stack([lengths, anchors, num_drafts], 1))
+        changed = torch.stack([lengths, anchors, num_drafts], 1)
+        if self.device.type != 'cpu':  # nothing is padded on a CPU
+            changed = torch.where((slots > 0)[:, None], changed, 0)
+        self.ints[:, : NUM_DRAFTS + 1].index_copy_(0, slots, changed)
         if drafts is not None:
             self.drafts.index_copy_(0, slots, drafts)
 

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from specdec.agent.caches import Caches, MemoryPlan, plan_memory
+from specdec.agent.graph_runner import GraphRunner
 from specdec.agent.model_agent import ModelAgent, StepModel
 from specdec.agent.state import SlotState
 from specdec.engine.engine import Engine
@@ -85,7 +86,7 @@ def build_engine(
     memory = share_memory(config, target.cache_spec(), proposer.cache_spec(), session_limit, device)
     session_len = settle_session_len(config, session_limit, memory)
     logger.info('cache: %s; session_len %d', memory.describe(), session_len)
-    return assemble(sources, config, target, proposer, memory, session_len, device)
+    return assemble(sources, config, target, proposer, memory, session_len, device, progress)
 
 
 def assemble(
@@ -96,6 +97,7 @@ def assemble(
     memory: MemoryPlan,
     session_len: int,
     device: torch.device,
+    progress: LoadProgress | None = None,
 ) -> Engine:
     """Caches, slots, scheduler and agent around loaded models."""
     defaults, num_drafts = DEFAULTS[device.type], proposer.num_drafts
@@ -126,7 +128,12 @@ def assemble(
         device=device.type,
         dtype=str(target.cache_spec().dtype).removeprefix('torch.'),
     )
-    return Engine(info, memory, scheduler, ModelAgent(StepModel(target, proposer, caches, state, memory.page_size)))
+    model = StepModel(target, proposer, caches, state, memory.page_size)
+    graphs = None
+    if device.type == 'cuda' and not config.eager_mode:
+        graphs = GraphRunner(model, max_batch_size)
+        graphs.capture(progress and (lambda done, total: progress('graphs', done, total)))
+    return Engine(info, memory, scheduler, ModelAgent(model, graphs))
 
 
 # ------------------------------------------------------------------------------------------------------ sources

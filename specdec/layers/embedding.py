@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.kernels.linear import linear
+from specdec.kernels.linear import head_logits
 from specdec.layers.parallel import ParallelGroup
 from specdec.layers.weights import Destination
 
@@ -39,4 +39,4 @@ class Head:
         self.weight = weight
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.weight).float()
+        return head_logits(hidden, self.weight)

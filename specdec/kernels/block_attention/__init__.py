@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.kernels.dispatch import Implementations
 from specdec.kernels.rotary import Rotary
 
-_implementation = Implementations(__name__)
+_implementation = Implementations(__name__, cuda='triton')
 
 Rule = tuple[bool, int | None, bool]  # causal, window, anchored
 

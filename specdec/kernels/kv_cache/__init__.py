@@ -5,7 +5,7 @@ from torch import Tensor
 
 from specdec.kernels.dispatch import Implementations
 
-_implementation = Implementations(__name__)
+_implementation = Implementations(__name__, cuda='triton')
 
 
 def cache_slots(page_table: Tensor, requests: Tensor, positions: Tensor, page_size: int) -> Tensor:

@@ -8,12 +8,17 @@ from torch import Tensor
 
 from specdec.kernels.dispatch import Implementations
 
-_implementation = Implementations(__name__)
+_implementation = Implementations(__name__, cuda='triton')
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N] in x's dtype."""
     return _implementation(x.device.type, 'linear')(x, weight, bias)
+
+
+def head_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """linear(x [..., K], weight [V, K]) -> [..., V] fp32; on CUDA the fp32 sums themselves, which hardly ever tie."""
+    return _implementation(x.device.type, 'head_logits')(x, weight)
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:

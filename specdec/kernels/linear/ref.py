@@ -7,7 +7,11 @@ from torch.nn.functional import linear
 
 from specdec.kernels.norm.ref import rms_norm
 
-__all__ = ['linear', 'linear_add', 'norm_linear', 'norm_swiglu']
+__all__ = ['head_logits', 'linear', 'linear_add', 'norm_linear', 'norm_swiglu']
+
+
+def head_logits(x: Tensor, weight: Tensor) -> Tensor:
+    return linear(x, weight).float()
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:

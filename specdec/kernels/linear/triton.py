@@ -1,8 +1,8 @@
 """Products of up to 64 rows, bound by reading the weight once; more rows go to cuBLAS.
 
-One program owns BN outputs of every row and walks all of K, so that no sum is split and a row's bits do not depend on how
-many rows share the step: BN and BK are constants of the weight's shape, only the row tile BM follows the rows. The norm
-is folded in: the row's sum of squares is gathered along the way and the quotient applied to the finished sum.
+One program owns BN outputs of every row and walks all of K, so that no sum is split and a row's bits do not depend on
+how many rows share the step: BN and BK are constants of the weight's shape, only the row tile BM follows the rows. The
+norm is folded in: a row's sum of squares is gathered along the way and the quotient applied to the finished sum.
 """
 
 import torch
@@ -106,6 +106,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if rows.shape[0] > MAX_ROWS:
         return F.linear(x, weight, bias)
     return _rows(rows, weight, bias=bias).view(*x.shape[:-1], -1)
+
+
+def head_logits(x: Tensor, weight: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.shape[0] > MAX_ROWS:
+        if weight.dtype == torch.float32:
+            return F.linear(x, weight)
+        return torch.mm(rows, weight.t(), out_dtype=torch.float32).view(*x.shape[:-1], -1)
+    return _rows(rows, weight, dtype=torch.float32).view(*x.shape[:-1], -1)
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:

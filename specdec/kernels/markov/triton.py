@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.launch import launch_options, release, wait
-from specdec.kernels.markov import MarkovWeights, Pick
-from specdec.kernels.markov import ref
+from specdec.kernels.markov import MarkovWeights, Pick, ref
 from specdec.kernels.pick.triton import best_of
 
 TILE = 128

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from specdec.kernels.dispatch import Implementations
 
-_implementation = Implementations(__name__)
+_implementation = Implementations(__name__, cuda='triton')
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -77,7 +77,6 @@ def paged_attention(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    kv_heads, head_dim = k_pages.shape[2:]
     q = prepare_heads(qkv, norms, eps, rotary, k_pages.flatten(0, 1), v_pages.flatten(0, 1), slots)
     out = torch.empty_like(q)
     layout = plan.layout
@@ -162,6 +161,7 @@ def _splits_kernel(
         splits = page_splits + (1 if BLOCK_ROWS > 0 else 0)
         first_split = item - before if after - before == splits else 0
         last_split = first_split + 1 if after - before == splits else splits
+        table = page_table + request.to(tl.int64) * table_width
         row, head = m // GROUP, kv_head * GROUP + m % GROUP
         valid = row < rows
         position = context + row
@@ -183,7 +183,7 @@ def _splits_kernel(
                 for tile in range(start, stop, KEYS):
                     key = tile + n
                     inside = key < stop
-                    page = tl.load(page_table + request.to(tl.int64) * table_width + key // page_size, mask=inside, other=0)
+                    page = tl.load(table + key // page_size, mask=inside, other=0)
                     entry = (page.to(tl.int64) * page_size + key % page_size) * kv_heads + kv_head
                     visible = valid[:, None] & inside[None, :]
                     if BLOCK_ROWS == 0:
@@ -195,8 +195,9 @@ def _splits_kernel(
                             visible = visible & (position[:, None] - key[None, :] < WINDOW)
                     places = entry[:, None] * DIM + d[None, :]
                     part_top, part_mass, part = _attend_keys(
-                        query, part_top, part_mass, part, k_pages + places, v_pages + places, inside, visible, scale, PRECISION
-                    )
+                        query, part_top, part_mass, part, k_pages + places, v_pages + places, inside, visible,
+                        scale, PRECISION,
+                    )  # fmt: skip
             elif BLOCK_ROWS > 0:
                 for tile in range(0, BLOCK_ROWS, KEYS):
                     key = tile + n
@@ -210,8 +211,9 @@ def _splits_kernel(
                         visible = visible & (apart < WINDOW) & (-apart < WINDOW)
                     places = entry[:, None] * DIM + d[None, :]
                     part_top, part_mass, part = _attend_keys(
-                        query, part_top, part_mass, part, k_block + places, v_block + places, inside, visible, scale, PRECISION
-                    )
+                        query, part_top, part_mass, part, k_block + places, v_block + places, inside, visible,
+                        scale, PRECISION,
+                    )  # fmt: skip
             top, mass, total = _merge(top, mass, total, part_top, part_mass, part)
         # partial sums of a row's splits lie side by side: [row, head, item of the request]
         slot = (item * kv_heads + kv_head) * TILE + m.to(tl.int64)
@@ -267,7 +269,7 @@ def attend_splits(
     rule: tuple[bool, int | None, bool],
     scale: float,
 ) -> None:
-    """Attention of n requests' rows over their pages and, where `block` holds dense keys and values, over their own rows.
+    """Attention of n requests' rows over their pages and, where `block` holds dense keys and values, their own rows.
 
     q, out [T, heads, hd]; row_offsets [n + 1] into them; rows beyond the last offset are left alone. `items` as from
     `split_items`, one more per request where there is a block. `rule` as in kernels.block_attention.

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from specdec.kernels.dispatch import Implementations
 
-_implementation = Implementations(__name__)
+_implementation = Implementations(__name__, cuda='triton')
 
 Rotary = tuple[Tensor, Tensor]  # cos and signed sin of each row
 

@@ -1,4 +1,4 @@
-"""Head norm and rotation on a GPU, a head of a row per program; keys and values go where they belong in the same pass."""
+"""Head norm and rotation on a GPU, a head of a row per program; keys and values go to their places in the same pass."""
 
 import torch
 import triton

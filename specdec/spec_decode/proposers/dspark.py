@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from specdec.kernels.pick import argmax
 from specdec.spec_decode.proposers.base import DraftStep, Proposal
 from specdec.spec_decode.proposers.block import BlockProposer
 
@@ -14,7 +15,7 @@ class DSparkProposer(BlockProposer):
         rows = self.proposal_rows(hidden)
         logits = self.draft.logits(rows)
         if self.draft.markov is None:
-            return Proposal(self.draft.target_ids(logits.argmax(-1)), self._survival(rows, None))
+            return Proposal(self.draft.target_ids(argmax(logits)), self._survival(rows, None))
         lead = hidden[:, 0] if self.first_row else None
         tokens, previous = self.draft.markov.chain(logits, rows, lead, step.anchors)
         return Proposal(tokens, self._survival(rows, self.draft.markov.embed(previous)))

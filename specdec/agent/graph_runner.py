@@ -1,0 +1,137 @@
+"""CUDA graphs of a decode step, captured at start-up: one up to the logits, one from there on, replayed back to back.
+
+A graph is picked by batch bucket, rows bucket and variant; a smaller step is padded with slot 0, whose rows touch the
+scratch page only. All graphs share one memory pool, so the largest sets its size. Next: model_agent.py, whose two
+phases are what is captured.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specdec.agent.batch import decode_batch
+from specdec.agent.transfer import to_device
+from specdec.plan import StepPlan
+from specdec.spec_decode.logits import Stages
+
+if TYPE_CHECKING:
+    from specdec.agent.model_agent import Judged, StepModel
+
+CaptureProgress = Callable[[int, int], None]  # graphs captured, graphs in all
+
+GREEDY = Stages(samples=False, filters=False, bans=False)
+SAMPLED = Stages(samples=True, filters=False, bans=True)
+FILTERED = Stages(samples=True, filters=True, bans=True)
+
+
+def batch_buckets(max_batch_size: int) -> tuple[int, ...]:
+    """Batch sizes that have graphs: powers of two up to 16, then steps of 8, 16, 32 and 64, and the maximum itself."""
+    steps = [1, 2, 4, 8, 16, *range(24, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 1025, 64)]
+    return (*(size for size in steps if size < max_batch_size), max_batch_size)
+
+
+def bucket_for(size: int, buckets: Iterable[int]) -> int | None:
+    """The smallest bucket that holds `size`, or None."""
+    return next((bucket for bucket in buckets if bucket >= size), None)
+
+
+def stages_for(plan: StepPlan) -> Stages:
+    """The captured variant that covers a plan: stages beyond what a request asked for leave its rows alone."""
+    if plan.samples and plan.filters:
+        return FILTERED
+    return SAMPLED if plan.samples or plan.bans else GREEDY
+
+
+@dataclass(frozen=True, slots=True)
+class DraftGraph:
+    graph: torch.cuda.CUDAGraph
+    judged: 'Judged'
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraphs:
+    """Graphs of a (batch, rows) bucket: the target's, the draft's by (stages, drafting); `slots` [B] is their input."""
+
+    slots: Tensor
+    target: torch.cuda.CUDAGraph
+    drafts: dict[tuple[Stages, bool], DraftGraph]
+
+
+class GraphRunner:
+    """Captures and replays. `table_width`: page-table columns of every graph, wide enough for session_len."""
+
+    def __init__(self, model: 'StepModel', max_batch_size: int) -> None:
+        self.model, self.table_width = model, model.state.page_table.shape[1]
+        self.buckets = batch_buckets(max_batch_size)
+        self.graphs: dict[tuple[int, int], StepGraphs] = {}
+        self.replays = 0
+
+    def capture(self, progress: CaptureProgress | None = None) -> None:
+        """Capture every bucket, the largest first so that the others fit into its memory."""
+        keys = sorted({(b, b * rows) for b in self.buckets for rows in self._rows_per_request()}, reverse=True)
+        pool = torch.cuda.graph_pool_handle()
+        for done, (batch, rows) in enumerate(keys):
+            self.graphs[batch, rows] = self._capture_bucket(batch, rows, pool)
+            if progress is not None:
+                progress(done + 1, len(keys))
+        torch.cuda.synchronize()
+
+    def _rows_per_request(self) -> set[int]:
+        """With every draft verified, or none: what fixed lengths need."""
+        return {1, self.model.state.num_drafts + 1}
+
+    def _variants(self, batch: int, rows: int) -> list[tuple[Stages, bool]]:
+        may_draft = self.model.state.num_drafts > 0
+        draws = [(stages, may_draft) for stages in (GREEDY, SAMPLED, FILTERED)]
+        return draws + ([(stages, False) for stages, _ in draws] if may_draft and rows == batch else [])
+
+    @torch.inference_mode()
+    def _capture_bucket(self, batch: int, rows: int, pool: tuple[int, int]) -> StepGraphs:
+        model, state = self.model, self.model.state
+        slots = torch.zeros(batch, dtype=torch.int64, device=state.device)
+
+        def target_phase():
+            prepared = decode_batch(state, slots, self.table_width, rows, model.page_size, FILTERED)
+            return (prepared, *model.run_target(prepared))
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles kernels and sizes workspaces before anything is recorded
+            warm = target_phase()
+            for stages, drafting in self._variants(batch, rows):
+                model.run_draft(*warm, stages, drafting)
+        torch.cuda.current_stream().wait_stream(stream)
+        target = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(target, pool=pool):
+            prepared, output, logits = target_phase()
+        drafts = {}
+        for stages, drafting in self._variants(batch, rows):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                judged = model.run_draft(prepared, output, logits, stages, drafting)
+            drafts[stages, drafting] = DraftGraph(graph, judged)
+        return StepGraphs(slots, target, drafts)
+
+    def run(self, plan: StepPlan) -> 'Judged | None':
+        """Replay the step, or None if no graph fits it: then it runs eagerly."""
+        if plan.chunks:
+            return None
+        batch = bucket_for(len(plan.decodes), self.buckets)
+        if batch is None:
+            return None
+        padding = batch - len(plan.decodes)
+        rows = bucket_for(plan.row_bound + padding, sorted(batch * n for n in self._rows_per_request()))
+        graphs = self.graphs.get((batch, rows)) if rows is not None else None
+        if graphs is None:
+            return None
+        draft = graphs.drafts.get((stages_for(plan), plan.num_drafting > 0))
+        if draft is None:
+            return None
+        graphs.slots.copy_(to_device([*plan.decodes, *[0] * padding], graphs.slots.device), non_blocking=True)
+        graphs.target.replay()
+        draft.graph.replay()
+        self.replays += 1
+        return draft.judged

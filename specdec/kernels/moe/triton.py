@@ -1,0 +1,102 @@
+"""Routed experts on a GPU: for up to 64 rows one program per expert and output tile, which finds its own rows.
+
+No sorting, no counting on the host: an expert that nobody chose costs an empty program. Every (row, choice) pair has
+its own sum, and a row's k terms are added in the order of its choices, so its bits depend on itself alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.launch import launch_options, release, wait
+from specdec.kernels.moe import ref
+from specdec.kernels.moe.ref import route_top_k
+
+__all__ = ['expert_mlps', 'route_top_k']
+
+MAX_ROWS = 64
+
+
+@triton.jit
+def _experts_kernel(
+    x, weight, experts, out, pairs, inputs, outputs, share,
+    PAIRS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    lane, m = tl.arange(0, PAIRS), tl.arange(0, BM)
+    in_n = n < outputs
+    rows_of_expert = outputs * 2 if GATED else outputs
+    base = weight + expert.to(tl.int64) * rows_of_expert * inputs
+    wait(OVERLAP)
+    mine = (tl.load(experts + lane, mask=lane < pairs, other=-1) == expert).to(tl.int32)
+    count = tl.sum(mine, 0)
+    rank = tl.cumsum(mine, 0) - 1
+    release(OVERLAP)
+    for first in range(0, count, BM):
+        wanted = (rank[None, :] == (first + m)[:, None]) & (mine[None, :] > 0)
+        pair = tl.sum(tl.where(wanted, lane[None, :], 0), 1)
+        used = first + m < count
+        source = x + (pair // share)[:, None].to(tl.int64) * inputs
+        total = tl.zeros((BM, BN), tl.float32)
+        total_up = tl.zeros((BM, BN), tl.float32)
+        for start in range(0, inputs, BK):
+            in_k = start + k < inputs
+            rows = tl.load(source + (start + k)[None, :], mask=used[:, None] & in_k[None, :], other=0.0)
+            inside = in_n[:, None] & in_k[None, :]
+            place = n[:, None].to(tl.int64) * inputs + (start + k)[None, :]
+            w = tl.load(base + place, mask=inside, other=0.0)
+            total = tl.dot(rows, tl.trans(w), total, input_precision=PRECISION)
+            if GATED:
+                up = tl.load(base + outputs.to(tl.int64) * inputs + place, mask=inside, other=0.0)
+                total_up = tl.dot(rows, tl.trans(up), total_up, input_precision=PRECISION)
+        if GATED:
+            total = total * tl.sigmoid(total) * total_up
+        tl.store(out + pair[:, None].to(tl.int64) * outputs + n[None, :], total, mask=used[:, None] & in_n[None, :])
+
+
+def _experts(x: Tensor, weight: Tensor, experts: Tensor, share: int, gated: bool) -> Tensor:
+    """One product per (row, choice) pair -> [pairs, outputs] in x's dtype; pair p reads row p // share of x."""
+    pairs, inputs = experts.numel(), x.shape[1]
+    outputs = weight.shape[1] // 2 if gated else weight.shape[1]
+    out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
+    _experts_kernel[(triton.cdiv(outputs, 32), weight.shape[0])](
+        x, weight, experts, out, pairs, inputs, outputs, share,
+        PAIRS=triton.next_power_of_2(pairs), BM=16, BN=32, BK=128, GATED=gated,
+        PRECISION='ieee' if x.dtype == torch.float32 else 'tf32', num_warps=4, num_stages=3, **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _sum_kernel(terms, weights, out, size, CHOICES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    wait(OVERLAP)
+    release(OVERLAP)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in range(CHOICES):
+        pair = row * CHOICES + j
+        term = tl.load(terms + pair * size + column, mask=inside, other=0.0).to(tl.float32)
+        total += term * tl.load(weights + pair)
+    tl.store(out + row * size + column, total, mask=inside)
+
+
+def expert_mlps(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    rows, size = x.shape
+    if rows > MAX_ROWS:
+        return ref.expert_mlps(x, gate_up, down, weights, experts)
+    choices = experts.shape[1]
+    experts, weights = experts.contiguous(), weights.contiguous()
+    inner = _experts(x.contiguous(), gate_up, experts, choices, gated=True)
+    terms = _experts(inner, down, experts, 1, gated=False)
+    out = torch.empty_like(x)
+    block = min(1024, triton.next_power_of_2(size))
+    _sum_kernel[(rows, triton.cdiv(size, block))](
+        terms, weights, out, size, CHOICES=choices, BLOCK=block, num_warps=4, **launch_options(x.device)
+    )
+    return out
