@@ -75,7 +75,8 @@ def filter_threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
     threshold = ranked.gather(1, last[:, None])
     weights = (ranked - ranked[:, :1]).exp().masked_fill(ranked < threshold, 0)
     before = weights.cumsum(-1) - weights
-    kept = (before < top_p[:, None] * weights.sum(-1, keepdim=True)) & (ranked >= threshold)
+    inside = before < top_p[:, None] * weights.sum(-1, keepdim=True)
+    kept = (inside | (top_p >= 1)[:, None]) & (ranked >= threshold)  # a sum's last bits must not cut a long tail
     kept[:, 0] = True
     threshold = ranked.gather(1, kept.sum(-1, keepdim=True) - 1)
     return threshold.maximum(ranked[:, :1] + min_p.log()[:, None]).squeeze(1)
