@@ -72,5 +72,5 @@ def _cut(tokens: Tensor, accepted: Tensor, step: Tensor, first: Tensor, sampling
 def emitted_logprobs(logits: Tensor, ids: Tensor, alternatives: int) -> tuple[Tensor, Tensor, Tensor]:
     """Raw log-softmax of rows [R, V] at `ids` [R], and the `alternatives` best: -> ([R], values [R, n], ids [R, n])."""
     logprobs = logits.log_softmax(-1)
-    best = logprobs.topk(alternatives, -1)
+    best = logprobs.topk(min(alternatives, logprobs.shape[1]), -1)
     return logprobs.gather(1, ids[:, None]).squeeze(1), best.values, best.indices
