@@ -1,6 +1,7 @@
 """Greedy text with drafts is the target's own text, token for token, whatever draft, K, chunks, pages or company."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -70,10 +71,11 @@ def test_other_targets(world: World, ledger: Ledger, target: str, draft: str) ->
         check_all(world.models(draft, target=target), ledger, Settings(chunk=chunk))
 
 
+@pytest.mark.parametrize('overlap', [0, 1])
 @pytest.mark.parametrize('draft', ['dflash_fill_in', 'dspark_gated'])
-def test_prefix_hit(world: World, ledger: Ledger, draft: str) -> None:
+def test_prefix_hit(world: World, ledger: Ledger, draft: str, overlap: int) -> None:
     models = world.models(draft)
-    engine = make_engine(models)
+    engine = make_engine(models, Settings(overlap=overlap))
     for repeat in range(3):
         for length in PROMPT_LENGTHS:
             prompt = prompt_ids(length)
@@ -82,14 +84,17 @@ def test_prefix_hit(world: World, ledger: Ledger, draft: str) -> None:
             assert outcome.cached == [(length - 1) // PAGE * PAGE if repeat else 0]
 
 
+@pytest.mark.parametrize('overlap', [0, 1])
 @pytest.mark.parametrize('draft', ['dflash_anchor_first', 'dspark_vanilla'])
 @pytest.mark.parametrize('caching', [True, False])
-def test_preempted(world: World, ledger: Ledger, draft: str, caching: bool) -> None:
+def test_preempted(world: World, ledger: Ledger, draft: str, caching: bool, overlap: int) -> None:
     """Pages for two requests, and eight of them that all want to grow."""
     models, new_tokens = world.models(draft), 40
     prompts = [prompt_ids(n, 3) for n in (1, 3, 4, 5, 7, 8, 9, 11)]
     pages = 2 * -(-(11 + new_tokens) // PAGE)
-    small = Settings(num_pages=pages, session_len=60, max_batch_size=8, chunk=7, prefix_caching=caching)
+    small = Settings(
+        num_pages=pages, session_len=60, max_batch_size=8, chunk=7, prefix_caching=caching, overlap=overlap
+    )
     driver = drive(make_engine(models, small))
     found = generate(driver, [request(p, new_tokens) for p in prompts])
     for prompt, outcome in zip(prompts, found):
@@ -98,13 +103,16 @@ def test_preempted(world: World, ledger: Ledger, draft: str, caching: bool) -> N
     assert sum(outcome.firsts for outcome in found) > len(prompts)
 
 
+@pytest.mark.parametrize('overlap', [0, 1])
 @pytest.mark.parametrize('draft', ['dflash_sliding', 'dspark_fill_in_rnn'])
-def test_preempted_hundreds_of_times(world: World, ledger: Ledger, draft: str) -> None:
+def test_preempted_hundreds_of_times(world: World, ledger: Ledger, draft: str, overlap: int) -> None:
     """Somebody loses slot and pages between any two steps, in whatever phase it is."""
     models, dice = world.models(draft), random.Random(5)
     prompts = [prompt_ids(n, 3) for n in (1, 4, 5, 8, 9, 21)]
     for caching in (True, False):
-        driver = drive(make_engine(models, Settings(max_batch_size=6, chunk=32, prefix_caching=caching)))
+        driver = drive(
+            make_engine(models, Settings(max_batch_size=6, chunk=32, prefix_caching=caching, overlap=overlap))
+        )
         requests = [request(p, NEW_TOKENS) for p in 4 * prompts]
         for added in requests:
             driver.add(added)
@@ -130,12 +138,13 @@ def ragged(count: int, seed: int) -> list[EngineRequest]:
     ]
 
 
+@pytest.mark.parametrize('overlap', [0, 1])
 @pytest.mark.parametrize('draft', ['dflash_sliding', 'dspark_rnn'])
-def test_thirty_two_requests_come_and_go(world: World, ledger: Ledger, draft: str) -> None:
+def test_thirty_two_requests_come_and_go(world: World, ledger: Ledger, draft: str, overlap: int) -> None:
     models = world.models(draft)
     requests = ragged(32, 0)
     arrivals = [(3 * i) % 25 for i in range(32)]
-    driver = drive(make_engine(models, Settings(max_batch_size=32, chunk=16)))
+    driver = drive(make_engine(models, Settings(max_batch_size=32, chunk=16, overlap=overlap)))
     for outcome in generate(driver, requests, arrivals):
         asked = outcome.request.params
         ledger.same(models, ledger.plain(models, outcome.request.prompt_ids, asked.max_new_tokens), outcome)
@@ -171,23 +180,24 @@ def test_thirty_two_requests_and_hundreds_of_preemptions(world: World, ledger: L
 )
 @settings(max_examples=60, deadline=None)
 def test_right_for_a_while_then_wrong(
-    world: World, ledger: Ledger, pattern: list[int], num_drafts: int, chunk: int
+    world: World, ledger: Ledger, pattern: list[int], num_drafts: int, chunk: int, overlap: int
 ) -> None:
     prompts = [prompt_ids(n) for n in PROMPT_LENGTHS]
     models = knowing(world.models(), ledger, prompts, num_drafts, cycling(pattern))
-    for outcome in check_all(models, ledger, Settings(chunk=chunk)):
+    for outcome in check_all(models, ledger, Settings(chunk=chunk, overlap=overlap)):
         length = len(outcome.request.prompt_ids)
         for drafted, emitted in outcome.steps:
             assert emitted == min(pattern[length % len(pattern)], drafted) + 1
             length += emitted
 
 
+@pytest.mark.parametrize('overlap', [0, 1])
 @pytest.mark.parametrize('num_drafts', [1, 3, 7])
 @pytest.mark.parametrize('right', [0, 99])
-def test_adversary_and_oracle(world: World, ledger: Ledger, num_drafts: int, right: int) -> None:
+def test_adversary_and_oracle(world: World, ledger: Ledger, num_drafts: int, right: int, overlap: int) -> None:
     prompts = [prompt_ids(n) for n in PROMPT_LENGTHS]
     models = knowing(world.models(), ledger, prompts, num_drafts, always(right))
-    check_all(models, ledger, Settings(chunk=7))
+    check_all(models, ledger, Settings(chunk=7, overlap=overlap))
 
 
 def test_random_ids_as_drafts(world: World, ledger: Ledger) -> None:
@@ -196,13 +206,16 @@ def test_random_ids_as_drafts(world: World, ledger: Ledger) -> None:
         check_all(models.with_proposer(RandomProposer(VOCABULARY, num_drafts)), ledger, Settings())
 
 
+@pytest.mark.parametrize('overlap', [0, 1])
 # ----------------------------------------------------------------------------------------------------- limits
 @pytest.mark.parametrize('draft', ['dflash_fill_in', 'dspark_vanilla'])
-def test_every_small_limit_is_met_exactly(world: World, ledger: Ledger, draft: str) -> None:
+def test_every_small_limit_is_met_exactly(world: World, ledger: Ledger, draft: str, overlap: int) -> None:
     models = world.models(draft)
     limits = range(1, 2 * G + 4)
     for prompt in (prompt_ids(1), prompt_ids(PAGE)):
-        found = generate(make_engine(models, Settings(max_batch_size=16)), [request(prompt, n) for n in limits])
+        found = generate(
+            make_engine(models, Settings(max_batch_size=16, overlap=overlap)), [request(prompt, n) for n in limits]
+        )
         for limit, outcome in zip(limits, found):
             assert len(outcome.token_ids) == limit
             assert outcome.finish == 'length'
@@ -219,12 +232,16 @@ def test_every_small_limit_with_an_oracle(world: World, ledger: Ledger) -> None:
         assert len(outcome.token_ids) == limit
 
 
+@pytest.mark.parametrize('overlap', [0, 1])
 @pytest.mark.parametrize('session_len', [4 * PAGE - 1, 4 * PAGE, 4 * PAGE + 1])
 @pytest.mark.parametrize('draft', ['dflash_sliding', 'dspark_gated'])
-def test_session_len_is_reached_exactly(world: World, ledger: Ledger, draft: str, session_len: int) -> None:
+def test_session_len_is_reached_exactly(
+    world: World, ledger: Ledger, draft: str, session_len: int, overlap: int
+) -> None:
     models = world.models(draft)
     tight = Settings(session_len=session_len, max_batch_size=4, num_pages=-(-session_len // PAGE))
-    for engine_settings in (Settings(session_len=session_len), tight):
+    for one in (Settings(session_len=session_len), tight):
+        engine_settings = replace(one, overlap=overlap)
         lengths = [1, session_len - 2, session_len - 1, PAGE]
         prompts = [prompt_ids(n, 6) for n in lengths]
         for prompt, outcome in zip(

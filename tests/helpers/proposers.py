@@ -49,7 +49,8 @@ class KnowingProposer:
 
     def _continue(self, history: list[int]) -> list[int]:
         count, length = self.num_drafts, len(history) - 1
-        text = next((t for t in self.texts if t[: len(history)] == history), None)
+        # with overlap a request that has just ended runs one step more, so its history may go beyond its text
+        text = next((t for t in self.texts if t[: len(history)] == history[: len(t)]), None)
         assert text is not None, f'no request has the text {history}'
         known = text[len(history) : len(history) + count]
         right = min(self.right(length), len(known))
