@@ -19,7 +19,7 @@ from specdec.kernels.noise import gumbel
 from specdec.kernels.paged_attention import RowLayout
 from specdec.layers import moe
 from specdec.messages import SamplingParams
-from specdec.models.target import Rows
+from specdec.models.target import Rows, TargetOutput
 from tests.helpers.engines import Models, Outcome, Settings, generate, make_engine, request
 
 TIE = 1e-5
@@ -37,12 +37,32 @@ class Reference:
     router_margins: Tensor
 
 
-@torch.inference_mode()
 def reference(models: Models, text: Sequence[int]) -> Reference:
-    target: Any = models.target
+    margins = torch.full((len(text),), float('inf'))
+
+    def watched(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        ranked = logits.softmax(-1).sort(-1, descending=True).values
+        torch.minimum(margins, ranked[:, k - 1] - ranked[:, k], out=margins)
+        return route_top_k(logits, k, renormalise)
+
+    with mock.patch.object(moe, 'route_top_k', watched), torch.inference_mode():
+        logits = models.target.head(forward(models, text).hidden)
+    return Reference(logits, margins.cummin(0).values)
+
+
+def taps_of(models: Models, text: Sequence[int]) -> Tensor:
+    """What a draft reads of a text [T, m * Ht]."""
+    taps = forward(models, text).taps
+    assert taps is not None
+    return taps
+
+
+@torch.inference_mode()
+def forward(models: Models, text: Sequence[int]) -> TargetOutput:
+    """The whole text as one prompt chunk, in pages of its own."""
     count = len(text)
     pages = -(-count // REFERENCE_PAGE)
-    cache = target.cache_spec().allocate(pages + 1, REFERENCE_PAGE, torch.device('cpu'))
+    cache = models.target.cache_spec().allocate(pages + 1, REFERENCE_PAGE, torch.device('cpu'))
     layout = RowLayout(
         row_offsets=torch.tensor([0, count]),
         contexts=torch.tensor([0]),
@@ -52,17 +72,7 @@ def reference(models: Models, text: Sequence[int]) -> Reference:
         page_size=REFERENCE_PAGE,
     )
     positions = torch.arange(count)
-    rows = Rows(torch.tensor(text), positions, positions + REFERENCE_PAGE, layout)
-    margins = torch.full((count,), float('inf'))
-
-    def watched(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        ranked = logits.softmax(-1).sort(-1, descending=True).values
-        torch.minimum(margins, ranked[:, k - 1] - ranked[:, k], out=margins)
-        return route_top_k(logits, k, renormalise)
-
-    with mock.patch.object(moe, 'route_top_k', watched):
-        logits = target.head(target.forward(rows, cache).hidden)
-    return Reference(logits, margins.cummin(0).values)
+    return models.target.forward(Rows(torch.tensor(text), positions, positions + REFERENCE_PAGE, layout), cache)
 
 
 # -------------------------------------------------------------------------------------------- what a row picks
