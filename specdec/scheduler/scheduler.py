@@ -248,7 +248,7 @@ class Scheduler:
             decode=decode,
             drafted=result.drafted,
             cached_tokens=cached,
-            logprobs=result.logprobs,
+            logprobs=_wanted(result, sequence.request.params.logprobs),
         )
 
     def _publish(self, sequence: Sequence) -> None:
@@ -297,6 +297,20 @@ class Scheduler:
         while index and self._order[queue[index - 1].request.request_id] > order:
             index -= 1
         queue.insert(index, sequence)
+
+
+def _wanted(result: SlotResult, alternatives: int | None) -> tuple[dict[int, float], ...] | None:
+    """A request's own share of log-probabilities; the step computed as many alternatives as anybody asked for."""
+    if alternatives is None or result.logprobs is None:
+        return None
+    return tuple(_best(entry, alternatives) for entry in result.logprobs)
+
+
+def _best(entry: dict[int, float], count: int) -> dict[int, float]:
+    """The first entry, the emitted token's, and the `count` best, which may include it."""
+    own, *others = entry.items()
+    better = sum(value > own[1] for _, value in others)
+    return dict([own, *others[: count - (better < count)]]) if count else dict([own])
 
 
 @dataclass(slots=True)
