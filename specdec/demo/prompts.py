@@ -18,6 +18,6 @@ class Prompt:
 
 
 def held_out_prompts() -> list[Prompt]:
-    """All packaged excerpts, in the order of their names."""
+    """All packaged excerpts; the first is the one that a demo shows."""
     content = json.loads((files('specdec.demo') / 'held_out' / 'prompts.json').read_text(encoding='utf-8'))
     return [Prompt(entry['name'], entry['text']) for entry in content['prompts']]

@@ -48,7 +48,7 @@ class Recipe:
     target_layers: int = 16
     target_heads: int = 4
     target_intermediate: int = 352
-    target_steps: int = 12_100
+    target_steps: int = 3_000
     target_batch: int = 32
     target_length: int = 1024
     target_rate: float = 3e-3
@@ -59,7 +59,7 @@ class Recipe:
     draft_intermediate: int = 448
     num_proposals: int = 7
     markov_rank: int = 64
-    draft_steps: int = 8_200
+    draft_steps: int = 11_000
     draft_batch: int = 64
     draft_rate: float = 3e-3
     blocks_per_row: int = 32
@@ -67,7 +67,7 @@ class Recipe:
     # The target's own text: library code of one of these lengths, continued to `text_length`.
     text_length: int = 768
     text_prompts: tuple[int, ...] = (128, 256, 448)
-    texts_per_prompt: int = 4096
+    texts_per_prompt: int = 8192
     texts_at_once: int = 4096
     warmup_steps: int = 200
     weight_decay: float = 0.1
