@@ -177,6 +177,7 @@ def test_thirty_two_requests_and_hundreds_of_preemptions(world: World, ledger: L
     pattern=st.lists(st.integers(0, G), min_size=1, max_size=6),
     num_drafts=st.integers(1, G),
     chunk=st.sampled_from(CHUNKS),
+    overlap=st.integers(0, 1),
 )
 @settings(max_examples=60, deadline=None)
 def test_right_for_a_while_then_wrong(
