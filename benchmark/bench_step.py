@@ -2,9 +2,9 @@
 
     python benchmark/bench_step.py --shape qwen3-8b --batch 1 8 32 --context 1024 --json out.json
 
-Everything is measured in this process, side by side: the memory bandwidth (a large read), then for each method, batch and
-context the engine's own loop (requests are admitted, prompts run, steady decode steps timed on the host's clock), and the
-two graphs of the step by CUDA events. `floor` = bytes / bandwidth.
+Everything is measured in this process, side by side: the memory bandwidth (a large read), then for each method, batch
+and context the engine's own loop (requests are admitted, prompts run, steady decode steps timed on the host's clock),
+and the two graphs of the step by CUDA events. `floor` = bytes / bandwidth.
 """
 
 import argparse
@@ -72,6 +72,7 @@ class Bench:
         sources = Sources(self.shape, Path(), self.config, None, draft, proposer.num_drafts)
         return assemble(sources, config, self.target, proposer, memory, self.session, self.device)
 
+    @torch.inference_mode()
     def measure(self, method: str, batch: int, context: int, steps: int) -> dict[str, Any]:
         engine = self.engine(method, batch)
         rng = random.Random(0)

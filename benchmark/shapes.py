@@ -1,4 +1,4 @@
-"""Public model shapes with random weights, made on the device they are measured on; and the bytes their steps must move."""
+"""Public model shapes with random weights, made on the device that runs them, and the bytes their steps must move."""
 
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ def target_config(shape: str) -> Qwen3Config:
 
 
 def draft_config(target: Qwen3Config, kind: str, block_rows: int) -> DraftConfig:
-    """Five layers of the target's widths, five taps: what published drafts look like. DSpark: rank 256, anchor-first."""
+    """Five layers of the target's widths, five taps, as published drafts have. DSpark: rank 256, anchor-first."""
     body = target.decoder
     inner = body.intermediate_size
     decoder = _decoder(body.hidden_size, 5, body.num_heads, body.num_kv_heads, inner)

@@ -5,9 +5,8 @@ Next: chat.py, the shortest way from a command to a model.
 """
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,11 +15,19 @@ from specdec.version import __version__
 
 # name: module in specdec.cli (with a function of the command's name), and the line that `specdec --help` shows
 COMMANDS = {
+    'serve': ('serve', 'Serve a model over HTTP, OpenAI-compatible: `specdec serve api_server MODEL`.'),
     'chat': ('chat', 'Talk to a model in the terminal.'),
     'demo': ('demo', 'Watch the packaged demo model decode plainly, with DFlash and with DSpark, and compare them.'),
     'inspect': ('inspect', 'Show what specdec understands of a checkpoint, without loading its weights.'),
     'check_env': ('check_env', 'Print what a bug report should say about this machine.'),
 }
+
+
+GROUPS = ('serve',)  # modules with sub-commands of their own, in an `application`
+LIST_FLAGS = (  # take several values after one flag, as in LMDeploy
+    '--api-keys', '--allow-origins', '--allow-methods', '--allow-headers', '--adapters',
+    '--cudagraph-capture-batch-sizes',
+)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,13 +42,23 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def normalised(arguments: list[str]) -> list[str]:
-    """Long options with dashes for underscores (as LMDeploy takes them), and `check-env` for `check_env`."""
-    result = []
+    """Long options with dashes for underscores (as LMDeploy takes them), and `check-env` for `check_env`.
+
+    `--api-keys a b` becomes `--api-keys a --api-keys b`.
+    """
+    result: list[str] = []
+    flag = ''
     for argument in arguments:
         name, equals, value = argument.partition('=')
-        result.append(name.replace('_', '-') + equals + value if name.startswith('--') else argument)
-    if result and result[0].replace('-', '_') in COMMANDS:
-        result[0] = result[0].replace('-', '_')
+        if name.startswith('-'):
+            argument = name.replace('_', '-') + equals + value if name.startswith('--') else argument
+            flag = argument
+        elif flag in LIST_FLAGS and result[-1] != flag:
+            result.append(flag)
+        result.append(argument)
+    for index, argument in enumerate(result[:2]):
+        if argument.replace('-', '_') in (COMMANDS if index == 0 else ('api_server',)):
+            result[index] = argument.replace('-', '_')
     return result
 
 
@@ -49,12 +66,15 @@ def _application(wanted: str | None) -> typer.Typer:
     application = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
     application.callback()(_options)
     for name, (module, summary) in COMMANDS.items():
+        if name in GROUPS and name == wanted:
+            application.add_typer(_load(module, 'application'), name=name)
+            continue
         function = _load(module, name) if name == wanted else _never_called
         application.command(name, help=None if name == wanted else summary)(function)
     return application
 
 
-def _load(module: str, name: str) -> Callable[..., None]:
+def _load(module: str, name: str) -> Any:
     return vars(import_module(f'specdec.cli.{module}'))[name]
 
 

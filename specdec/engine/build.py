@@ -65,6 +65,7 @@ class Sources:
     draft_folder: Path | None
     draft: DraftConfig | None
     num_drafts: int
+    eos_ids: tuple[int, ...] = ()
 
     @property
     def block_rows(self) -> int:
@@ -124,7 +125,7 @@ def assemble(
         session_len=session_len,
         max_batch_size=max_batch_size,
         num_drafts=num_drafts,
-        eos_ids=read_generation_defaults(sources.target_folder).eos_ids,
+        eos_ids=sources.eos_ids,
         device=device.type,
         dtype=str(target.cache_spec().dtype).removeprefix('torch.'),
     )
@@ -144,8 +145,9 @@ def read_sources(model_path: str, config: PytorchEngineConfig, speculative: Spec
         demo_folder('target') if is_demo else resolve_model(model_path, config.revision, config.download_dir)
     )
     target = read_target(target_folder)
+    eos_ids = read_generation_defaults(target_folder).eos_ids
     if speculative is None:
-        return Sources(model_path, target_folder, target, None, None, 0)
+        return Sources(model_path, target_folder, target, None, None, 0, eos_ids)
     if speculative.model:
         draft_folder = resolve_model(speculative.model, None, config.download_dir)
     elif is_demo:
@@ -157,7 +159,8 @@ def read_sources(model_path: str, config: PytorchEngineConfig, speculative: Spec
     draft = read_draft(draft_folder, target)
     if draft.kind != speculative.method:
         raise ConfigError('method', speculative.method, f"{draft_folder} is a {draft.kind} draft; use '{draft.kind}'")
-    return Sources(model_path, target_folder, target, draft_folder, draft, settle_num_drafts(speculative, draft))
+    num_drafts = settle_num_drafts(speculative, draft)
+    return Sources(model_path, target_folder, target, draft_folder, draft, num_drafts, eos_ids)
 
 
 def demo_folder(name: str) -> Path:

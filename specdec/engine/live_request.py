@@ -28,6 +28,7 @@ from specdec.messages import (
 )
 
 NUM_SEEDS = 2**64
+StepCount = tuple[bool, int, int]  # a decode step (or the end of a prompt), drafted, accepted
 
 logger = logging.getLogger('specdec')
 
@@ -57,8 +58,8 @@ class LiveRequest:
         self._logprobs: list[dict[int, float]] = []
         self._num_ids = self._num_steps = self._num_drafted = self._num_accepted = self._cached_tokens = 0
         self._error: ErrorInfo | None = None
-        self._steps: list[tuple[int, int]] = []
-        self.taken_steps: list[tuple[int, int]] = []  # (drafted, accepted) of the decode steps in the last piece taken
+        self._steps: list[StepCount] = []
+        self.taken_steps: list[StepCount] = []  # what the piece taken last is made of
 
     # -------------------------------------------------------------------------------------------------- filling
     def add(self, output: RequestOutput) -> int:
@@ -97,7 +98,7 @@ class LiveRequest:
             self._num_steps += 1
             self._num_drafted += output.drafted
             self._num_accepted += num_emitted - 1
-            self._steps.append((output.drafted, num_emitted - 1))
+        self._steps.append((output.decode, output.drafted, num_emitted - 1))
         return num_emitted, finish_reason
 
     # --------------------------------------------------------------------------------------------------- taking

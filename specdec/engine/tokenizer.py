@@ -138,6 +138,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None or self._hf.chat_template is not None
 
+    def template_mentions(self, name: str) -> bool:
+        """Whether the chat template reads a variable of that name (or mentions it otherwise)."""
+        template = self._hf.chat_template if self._chat_template is None else self._chat_template
+        return isinstance(template, str) and name in template
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids; `add_special` adds what the tokenizer puts around every text (nothing for Qwen, BOS for some)."""
         return self._backend.encode(_well_formed(text), add_special_tokens=add_special).ids

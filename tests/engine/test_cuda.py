@@ -1,5 +1,6 @@
-"""The engine on a GPU, with the demo's models: the CPU's text, graphs equal to eager, bits that drafts do not change."""
+"""The engine on a GPU, with the demo's models: the CPU's text, graphs equal to eager, bits drafts do not change."""
 
+import functools
 from collections.abc import Sequence
 
 import pytest
@@ -16,7 +17,9 @@ pytestmark = pytest.mark.cuda
 METHODS = (None, 'dflash', 'dspark')
 
 
+@functools.cache
 def engine(method: str | None, dtype: str = 'float32', device: str = 'cuda', **settings: object) -> Engine:
+    """Built once for the whole module: an idle engine remembers nothing that another test could see."""
     config = PytorchEngineConfig(
         dtype=dtype, device_type=device, session_len=1024, max_batch_size=8, num_gpu_blocks=160,
         enable_prefix_caching=False, **settings,

@@ -20,9 +20,9 @@ def _gumbel_of(word):
 
 
 @triton.jit
-def gumbel_quad(seed, position, quad, stream):
-    """Gumbel values of ids 4 * quad .. 4 * quad + 3 -> four tiles; seed and position int64 scalars, quad int32."""
-    c0 = quad.to(tl.uint32)
+def gumbel_tile(seed, position, quads, stream, TILE: tl.constexpr):
+    """Gumbel values of ids 4 q .. 4 q + 3 for each q of `quads` [TILE / 4] int32 -> [TILE]; seed, position int64."""
+    c0 = quads.to(tl.uint32)
     zero = c0 * 0
     c1 = zero + (position & 0xFFFFFFFF).to(tl.uint32)
     c2 = zero + stream
@@ -32,4 +32,5 @@ def gumbel_quad(seed, position, quad, stream):
         c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
         k0 = k0 + tl.full((), 0x9E3779B9, tl.uint32)
         k1 = k1 + tl.full((), 0xBB67AE85, tl.uint32)
-    return _gumbel_of(c0), _gumbel_of(c1), _gumbel_of(c2), _gumbel_of(c3)
+    words = tl.join(tl.join(c0, c2), tl.join(c1, c3))  # [q, 2, 2], in the order of the ids once it is flat
+    return _gumbel_of(tl.reshape(words, (TILE,)))

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.launch import launch_options, release, wait
-from specdec.kernels.noise.triton import gumbel_quad
+from specdec.kernels.noise.triton import gumbel_tile
 
 TILE = 4096
 
@@ -25,25 +25,19 @@ def _tiles_kernel(
 ):  # fmt: skip
     row, tile = tl.program_id(0), tl.program_id(1)
     source = logits + row.to(tl.int64) * row_stride
+    ids = tile * TILE + tl.arange(0, TILE)
     wait(OVERLAP)
     release(OVERLAP)
-    heat = tl.load(temperature + row) if NOISY else 0.0
-    if heat > 0:
-        floor = tl.load(threshold + row) if FILTERED else float('-inf')
-        seed, position = tl.load(seeds + row), tl.load(positions + row)
-        quad = tile * (TILE // 4) + tl.arange(0, TILE // 4)
-        noise = gumbel_quad(seed, position, quad, stream)
-        top, top_id = float('-inf'), 2147483647
-        for lane in tl.static_range(4):
-            ids = quad * 4 + lane
-            scaled = tl.load(source + ids, mask=ids < vocabulary, other=float('-inf')) / heat
-            value = tl.where(scaled < floor, float('-inf'), scaled + noise[lane])
-            lane_top, lane_id = best_of(value, ids)
-            better = (lane_top > top) | ((lane_top == top) & (lane_id < top_id))
-            top, top_id = tl.where(better, lane_top, top), tl.where(better, lane_id, top_id)
-    else:
-        ids = tile * TILE + tl.arange(0, TILE)
-        top, top_id = best_of(tl.load(source + ids, mask=ids < vocabulary, other=float('-inf')), ids)
+    values = tl.load(source + ids, mask=ids < vocabulary, other=float('-inf'))
+    if NOISY:
+        heat = tl.load(temperature + row)
+        if heat > 0:
+            values = values / heat
+            if FILTERED:
+                values = tl.where(values < tl.load(threshold + row), float('-inf'), values)
+            quads = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+            values += gumbel_tile(tl.load(seeds + row), tl.load(positions + row), quads, stream, TILE)
+    top, top_id = best_of(values, ids)
     tl.store(best + row * tiles + tile, top)
     tl.store(best_ids + row * tiles + tile, top_id)
 
