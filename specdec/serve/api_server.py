@@ -34,7 +34,12 @@ from specdec.serve.service import Service, sampling_settings
 from specdec.version import __version__
 
 PAGE = Path(str(files('specdec.serve'))) / 'page'
-MEDIA_TYPES = {'.html': 'text/html; charset=utf-8', '.js': 'text/javascript', '.css': 'text/css', '.svg': 'image/svg+xml'}
+MEDIA_TYPES = {
+    '.html': 'text/html; charset=utf-8',
+    '.js': 'text/javascript',
+    '.css': 'text/css',
+    '.svg': 'image/svg+xml',
+}
 GRACE_SECONDS = 5.0  # after running requests were aborted, for their last words
 
 logger = logging.getLogger('specdec')

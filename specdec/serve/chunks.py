@@ -319,7 +319,7 @@ class GenerateChoice:
         }
         if num_top is not None:
             entries = response.logprobs or []
-            meta['output_token_logprobs'] = [[_finite(value), i] for e in entries for i, value in [next(iter(e.items()))]]
+            meta['output_token_logprobs'] = [[_finite(entry[i]), i] for entry in entries for i in list(entry)[:1]]
             if num_top:
                 meta['output_top_logprobs'] = [_best(entry, num_top) for entry in entries]
         return {'text': response.text, 'output_ids': response.token_ids, 'meta_info': meta}

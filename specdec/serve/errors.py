@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: {"error": {"message", "type", "param", "code"}}, with the HTTP status they need.
+"""Errors as OpenAI's clients read them, {"error": {"message", "type", "param", "code"}}, and each one's HTTP status.
 
 Next: answers.py, which sends them before or inside a stream.
 """

@@ -151,7 +151,7 @@ class GenerateRequest(Sampling):
 class EncodeRequest(Body):
     input: str | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
     do_preprocess: bool | None = Field(None, description='Render the chat template around the text.')
-    add_bos: bool | None = Field(None, description="Add what the tokenizer puts around a text; default true.")
+    add_bos: bool | None = Field(None, description='Add what the tokenizer puts around a text; default true.')
 
 
 class AbortRequest(Body):

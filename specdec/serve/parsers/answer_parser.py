@@ -1,4 +1,4 @@
-"""An answer's text in pieces, taken apart into reasoning, content and tool calls. Next: ../chunks.py, which writes them.
+"""An answer's text in pieces, taken apart into reasoning, content and tool calls. Next: ../chunks.py, their writer.
 
 Pieces of any size give the same parts: the whole answer in one is how the answer without a stream is made.
 """
