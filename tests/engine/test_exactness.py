@@ -281,3 +281,25 @@ def test_output_that_ends_with_a_page_becomes_a_prompt(world: World, ledger: Led
             assert second.cached == [len(first.text) - PAGE]  # the last token was never committed
             [third] = generate(engine, [request(first.text + second.token_ids, 9)])
             ledger.same(models, ledger.plain(models, tuple(first.text + second.token_ids), 9), third)
+
+
+# ------------------------------------------------------------------------------------------------- the judge itself
+def test_the_judge_finds_a_wrong_token(world: World, ledger: Ledger) -> None:
+    models = world.models()
+    outcome = ledger.plain(models, prompt_ids(5), NEW_TOKENS)
+    wrong = replace(outcome, token_ids=[*outcome.token_ids[:9], (outcome.token_ids[9] + 1) % VOCABULARY])
+    with pytest.raises(AssertionError, match=f'at position {5 + 9} .* picks {outcome.token_ids[9]} by'):
+        Ledger().same(models, outcome, wrong)
+    with pytest.raises(AssertionError):
+        Ledger().check_against_forward(models, wrong)
+    with pytest.raises(AssertionError):
+        Ledger().same(models, outcome, replace(outcome, token_ids=outcome.token_ids[:-1]))
+    with pytest.raises(AssertionError):
+        Ledger().same(models, outcome, replace(outcome, finish='stop'))
+
+
+def test_ties_are_excused_once_in_ten_thousand_tokens() -> None:
+    Ledger(tokens=9_000, excuses=['a tie']).close()
+    Ledger(tokens=21_000, excuses=['a tie'] * 2).close()
+    with pytest.raises(AssertionError):
+        Ledger(tokens=19_000, excuses=['a tie'] * 2).close()

@@ -13,6 +13,7 @@ from tests.helpers.engines import (
     VOCABULARY,
     Driver,
     Models,
+    Outcome,
     Settings,
     World,
     drive,
@@ -30,12 +31,14 @@ OVERLAPS = pytest.mark.parametrize('overlap', [0, 1])
 
 def check(models: Models, ledger: Ledger, driver: Driver, requests: list[EngineRequest]) -> None:
     for asked in requests:
-        params = asked.params
-        named = {
-            name: getattr(params, name) for name in ('temperature', 'seed', 'top_k', 'top_p') if params.temperature
-        }
-        expected = ledger.plain(models, asked.prompt_ids, params.max_new_tokens, **named)
-        ledger.same(models, expected, driver.outcomes[asked.request_id])
+        ledger.same(models, plain(models, ledger, asked), driver.outcomes[asked.request_id])
+
+
+def plain(models: Models, ledger: Ledger, asked: EngineRequest) -> Outcome:
+    """What plain decoding gives for a request."""
+    params = asked.params
+    sampling = {name: getattr(params, name) for name in ('temperature', 'seed', 'top_k', 'top_p')}
+    return ledger.plain(models, asked.prompt_ids, params.max_new_tokens, **sampling if params.temperature else {})
 
 
 # ------------------------------------------------------------------------------------------------------- hits

@@ -59,9 +59,16 @@ def drafts_of(world: World, ledger: Ledger, kind: str, **params: Any) -> Models:
     return world.models(kind)
 
 
+DRAFTS = ['good', 'adversarial', 'random', 'dflash_anchor_first', 'dspark_vanilla']
+MATRIX = [
+    pytest.param(draft, filters, marks=[] if draft in DRAFTS[:2] or filters in ('none', 'all') else pytest.mark.slow)
+    for draft in DRAFTS
+    for filters in FILTERS
+]
+
+
 @pytest.mark.parametrize('temperature', [0.3, 1.0])
-@pytest.mark.parametrize('filters', FILTERS)
-@pytest.mark.parametrize('draft', ['good', 'random', 'adversarial', 'dflash_anchor_first', 'dspark_vanilla'])
+@pytest.mark.parametrize(('draft', 'filters'), MATRIX)
 def test_text_for_a_seed(world: World, ledger: Ledger, draft: str, filters: str, temperature: float) -> None:
     params = {'temperature': temperature, 'seed': 2**64 - 5, **FILTERS[filters]}
     models = drafts_of(world, ledger, draft, **params)

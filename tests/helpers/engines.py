@@ -85,6 +85,7 @@ DRAFTS: dict[str, tiny.Config] = {
     'dflash_anchor_first': tiny.deepspec_config(
         markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False
     ),
+    'dspark_confidence_only': tiny.specforge_config({'markov_rank': 0, 'confidence_head_with_markov': False}),
     'dspark_vanilla': tiny.deepspec_config(**_RANK),
     'dspark_gated': tiny.deepspec_config(markov_head_type='gated', **_RANK),
     'dspark_rnn': tiny.deepspec_config(markov_head_type='rnn', **_RANK),
