@@ -285,16 +285,30 @@ def test_no_memory_for_one_page(world: World, monkeypatch: pytest.MonkeyPatch) -
 
 
 # ------------------------------------------------------------------------------------------------------- requests
-BAD_SETTINGS: list[tuple[str, Any]] = [
-    ('temperature', -1), ('temperature', 100.0), ('temperature', float('nan')), ('temperature', 'hot'),
-    ('top_p', 0), ('top_p', -0.1), ('top_p', 1.5), ('top_p', float('inf')), ('top_k', -1), ('top_k', 1.5),
-    ('top_k', True), ('min_p', -0.1), ('min_p', 2), ('max_new_tokens', 0), ('max_new_tokens', -3),
-    ('max_new_tokens', 1.5), ('min_new_tokens', -1), ('min_new_tokens', 10**6), ('random_seed', 'x'), ('random_seed', 1.0),
-    ('logprobs', -1), ('logprobs', 10**6), ('num_speculative_tokens', -1), ('stop_token_ids', 7), ('stop_token_ids', ['a']),
-    ('stop_words', 'abc'), ('stop_words', ['']), ('do_sample', 1), ('ignore_eos', 'no'), ('speculative', None),
-    ('n', 2), ('repetition_penalty', 1.3), ('bad_words', ['x']), ('response_format', {'type': 'json_object'}),
-    ('repetition_ngram_size', 3), ('output_logits', 'all'),
-]  # fmt: skip
+BAD_VALUES: dict[str, list[Any]] = {
+    'temperature': [-1, 100.0, float('nan'), 'hot'],
+    'top_p': [0, -0.1, 1.5, float('inf')],
+    'top_k': [-1, 1.5, True],
+    'min_p': [-0.1, 2],
+    'max_new_tokens': [0, -3, 1.5],
+    'min_new_tokens': [-1, 10**6],
+    'random_seed': ['x', 1.0],
+    'logprobs': [-1, 10**6],
+    'num_speculative_tokens': [-1, 0.5],
+    'stop_token_ids': [7, ['a'], [True]],
+    'stop_words': ['abc', [''], [3]],
+    'do_sample': [1],
+    'ignore_eos': ['no'],
+    'speculative': [None],
+    # known, and served by nobody yet
+    'n': [2],
+    'repetition_penalty': [1.3],
+    'bad_words': [['x']],
+    'response_format': [{'type': 'json_object'}],
+    'repetition_ngram_size': [3],
+    'output_logits': ['all'],
+}
+BAD_SETTINGS = [(field, value) for field, values in BAD_VALUES.items() for value in values]
 
 
 @pytest.mark.parametrize(('field', 'value'), BAD_SETTINGS, ids=lambda x: repr(x)[:20])
