@@ -277,6 +277,7 @@ function compare() {
     const [plain, fast] = results;
     const same = plain.text === fast.text ? 'same text' : 'other text (a random seed?)';
     $('verdict').textContent = `${(speedOf(fast) / speedOf(plain)).toFixed(2)} times as fast, ${same}`;
+    $('verdict').scrollIntoView({ block: 'nearest' });
     state.history = [...messages, { role: 'assistant', content: fast.text }];
   });
 }
