@@ -102,6 +102,8 @@ def paged_attention(
     q, k, v = project_heads(qkv, norms, eps, rotary, k_pages.shape[2])
     kv_write(k, v, k_pages, v_pages, slots)
     parts = [_attend(q[group.rows], k_pages, v_pages, group, window, scale) for group in plan]
+    if plan[-1].rows.stop < q.shape[0]:
+        parts.append(torch.zeros_like(q[plan[-1].rows.stop :]))  # padding rows
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 

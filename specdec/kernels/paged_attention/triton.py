@@ -27,9 +27,11 @@ LOG2E = tl.constexpr(1.4426950408889634)
 class Plan:
     """`items` [n + 1] int32: splits before each decoding request; `chunk_tiles` [2, tiles] int32: request and first row
     of each tile of chunk rows, None without chunks. `tile`: rows times grouped heads, padded for the matrix unit.
+    `contexts`: the layout's, without gaps.
     """
 
     layout: RowLayout
+    contexts: Tensor
     num_chunks: int
     items: Tensor | None
     chunk_tiles: Tensor | None
@@ -50,7 +52,7 @@ def plan_paged_attention(
         tiles = [(r, start) for r, rows in enumerate(layout.chunk_rows) for start in range(0, rows, CHUNK_TILE)]
         chunk_tiles = torch.tensor(tiles, dtype=torch.int32).t().contiguous().to(offsets.device, non_blocking=True)
     tile = max(16, triton.next_power_of_2(layout.tile_rows * heads_per_group))
-    return Plan(layout, num_chunks, items, chunk_tiles, heads_per_group, tile)
+    return Plan(layout, layout.contexts.contiguous(), num_chunks, items, chunk_tiles, heads_per_group, tile)
 
 
 def split_items(keys: Tensor, extra: int = 0) -> Tensor:
@@ -90,7 +92,7 @@ def paged_attention(
             out,
             plan.items,
             layout.row_offsets[plan.num_chunks :],
-            layout.contexts[plan.num_chunks :],
+            plan.contexts[plan.num_chunks :],
             layout.page_table[plan.num_chunks :],
             plan.tile,
             (True, window, False),
@@ -274,6 +276,7 @@ def attend_splits(
     q, out [T, heads, hd]; row_offsets [n + 1] into them; rows beyond the last offset are left alone. `items` as from
     `split_items`, one more per request where there is a block. `rule` as in kernels.block_attention.
     """
+    assert contexts.is_contiguous() and row_offsets.is_contiguous() and page_table.stride(1) == 1
     k_pages, v_pages = pages
     k_block, v_block = block or (k_pages, v_pages)
     (rows, heads, dim), kv_heads, n = q.shape, k_pages.shape[2], contexts.shape[0]
@@ -357,7 +360,7 @@ def _attend_chunks(
     layout, kv_heads, (_, heads, dim) = plan.layout, k_pages.shape[2], q.shape
     table = layout.page_table
     _chunks_kernel[(tiles.shape[1], heads)](
-        q, k_pages, v_pages, out, tiles, tiles.shape[1], layout.row_offsets, layout.contexts, table, table.stride(0),
+        q, k_pages, v_pages, out, tiles, tiles.shape[1], layout.row_offsets, plan.contexts, table, table.stride(0),
         layout.page_size, heads, kv_heads, scale,
         TILE=CHUNK_TILE, GROUP=heads // kv_heads, DIM=dim, KEYS=64, WINDOW=window or 0,
         PRECISION='ieee' if q.dtype == torch.float32 else 'tf32', num_warps=4, num_stages=2,
