@@ -24,7 +24,7 @@ class ServerProcess:
     """A command that prints 'serving NAME at URL' when it is ready; `log` has everything it writes."""
 
     def __init__(self, *command: str, wait: bool = True, **environment: str) -> None:
-        self._file = tempfile.TemporaryFile()
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as the process
         settings = {**os.environ, 'PYTHONPATH': str(ROOT), 'PYTHONUNBUFFERED': '1', 'OMP_NUM_THREADS': '1'}
         self.process = subprocess.Popen(
             [sys.executable, *command],

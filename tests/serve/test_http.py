@@ -1,6 +1,7 @@
 """What crosses the wire, with httpx and raw sockets: errors, streams, disconnects, limits, keys."""
 
 import concurrent.futures
+import contextlib
 import json
 import socket
 import time
@@ -194,7 +195,8 @@ TOOLS = [
     {'type': 'function', 'function': {'name': 'find', 'parameters': {'type': 'object', 'properties': {'what': {}}}}}
 ]
 ANSWER = (
-    '<think>\nWhere is it?\n</think>\n\nI shall look.\n<tool_call>\n{"name": "find", "arguments": {"what": "a \\"fox\\"", '
+    '<think>\nWhere is it?\n</think>\n\nI shall look.\n'
+    '<tool_call>\n{"name": "find", "arguments": {"what": "a \\"fox\\"", '
     '"far": {"km": [1, 2]}}}\n</tool_call>\n<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
 )
 
@@ -326,13 +328,9 @@ def test_body_needs_a_content_type_and_a_bearable_size(echo_server):
     assert (response.status_code, error_of(response)['code']) == (400, 'invalid_content_type')
     with httpx.Client(timeout=60) as client:
         huge = b'{"prompt": "' + b'x' * (33 * 2**20) + b'"}'
-        try:
-            response = client.post(
-                echo_server.url + '/generate', content=huge, headers={'Content-Type': 'application/json'}
-            )
-            assert response.status_code == 413
-        except httpx.TransportError:
-            pass  # the server may close the connection while the client still sends
+        headers = {'Content-Type': 'application/json'}
+        with contextlib.suppress(httpx.TransportError):  # the server may close while the client still sends
+            assert client.post(echo_server.url + '/generate', content=huge, headers=headers).status_code == 413
     assert httpx.get(echo_server.url + '/health').status_code == 200
 
 
