@@ -6,6 +6,10 @@ Tokens proposed behind a prefix are compared, not only how many were accepted: t
 import pytest
 import torch
 
+from specdec import PytorchEngineConfig, SpeculativeConfig
+from specdec.demo.prompts import held_out_prompts
+from specdec.engine.build import build_engine, demo_folder
+from specdec.engine.tokenizer import Tokenizer
 from tests.helpers.engines import (
     MAX_STEPS,
     PAGE,
@@ -203,3 +207,41 @@ def recomputed(models: Models, text: list[int]) -> torch.Tensor:
     cache = draft.cache_spec().allocate(1, count, torch.device('cpu'))
     draft.absorb(taps_of(models, text), torch.arange(count), torch.arange(count), cache)
     return torch.stack([torch.stack([k[0], v[0]]) for k, v in zip(cache.k, cache.v)])
+
+
+# ------------------------------------------------------------------------------------------------- trained drafts
+@pytest.mark.parametrize('method', ['dflash', 'dspark'])
+def test_trained_drafts_after_chunks_hits_and_preemptions(method: str) -> None:
+    """The demo's: several tokens are accepted a step here, so contexts grow by many rows at once."""
+    tokenizer = Tokenizer.load(demo_folder('target'))
+    prompts = [tokenizer.encode(prompt.text)[:150] for prompt in held_out_prompts()[:3]]
+
+    def run(driver: Driver, preempt_every: int = 0) -> tuple[list[list[int]], list[dict[int, tuple[int, ...]]]]:
+        requests = [request(prompt, 48) for prompt in prompts]
+        for asked in requests:
+            driver.add(asked)
+        scheduler, number = driver.engine.scheduler, 0
+        while driver.engine.has_work():
+            driver.step()
+            number += 1
+            if preempt_every and number % preempt_every == 0 and scheduler.running:
+                scheduler._preempt(scheduler.running[number % len(scheduler.running)])
+        scheduler.check()
+        return [driver.outcomes[r.request_id].token_ids for r in requests], [
+            driver.proposals[r.request_id] for r in requests
+        ]
+
+    def driver(chunk: int) -> Driver:
+        config = PytorchEngineConfig(
+            device_type='cpu', session_len=512, block_size=16, max_batch_size=4, max_prefill_token_num=chunk
+        )
+        return drive(build_engine('demo', config, SpeculativeConfig(method)))
+
+    cold = driver(512)
+    texts, proposals = run(cold)
+    steps = sum(len(outcome.steps) for outcome in cold.outcomes.values())
+    assert sum(map(len, texts)) / steps > 1.8
+    for other in (run(cold), run(driver(7)), run(driver(64), preempt_every=5)):
+        assert other[0] == texts
+        for expected, found in zip(proposals, other[1]):
+            same_proposals(expected, found)
