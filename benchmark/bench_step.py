@@ -1,6 +1,6 @@
 """How long a decode step takes against the bytes it must move: one model shape, random weights, plain, DFlash, DSpark.
 
-    python benchmark/bench_step.py --shape qwen3-8b --batch 1 8 32 --context 1024 --json out.json
+    python -m benchmark.bench_step --shape qwen3-8b --batch 1 8 32 --context 1024 --json out.json
 
 Everything is measured in this process, side by side: the memory bandwidth (a large read), then for each method, batch
 and context the engine's own loop (requests are admitted, prompts run, steady decode steps timed on the host's clock),
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmark.shapes import SHAPES, draft_config, make_draft, make_target, step_bytes, target_config
+from benchmark.timing import bandwidth, seconds
 from specdec.agent.caches import plan_memory
 from specdec.engine.build import Sources, assemble
 from specdec.engine.engine import Engine
@@ -26,22 +27,6 @@ from specdec.spec_decode.proposers import PROPOSERS
 from specdec.spec_decode.proposers.null import NullProposer
 
 METHODS = {'plain': None, 'dflash8': ('dflash', 8), 'dflash16': ('dflash', 16), 'dspark7': ('dspark', 7)}
-
-
-def bandwidth(device: torch.device) -> float:
-    """Bytes per second of a large read (int64 sum over 4 GiB), the best of seven."""
-    buffer = torch.ones(2**29, dtype=torch.int64, device=device)
-    times = [_timed(lambda: buffer.sum()) for _ in range(8)]
-    return buffer.numel() * 8 / min(times[1:])
-
-
-def _timed(work: Any) -> float:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    work()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop) / 1e3
 
 
 class Bench:
@@ -95,8 +80,8 @@ class Bench:
         captured = graphs.graphs[key]
         draft_graph = next(iter(captured.drafts.values())).graph
         captured.slots.copy_(torch.arange(1, batch + 1, device=self.device))
-        target_s = statistics.median(_timed(captured.target.replay) for _ in range(15))
-        draft_s = statistics.median(_timed(draft_graph.replay) for _ in range(15))
+        target_s = statistics.median(seconds(captured.target.replay) for _ in range(15))
+        draft_s = statistics.median(seconds(draft_graph.replay) for _ in range(15))
         spec = METHODS[method]
         draft = self.drafts[spec] if spec else None
         num_drafts = draft.default_tokens if draft else 0
@@ -117,8 +102,9 @@ class Bench:
             for _ in range(10):
                 engine.step()
             torch.cuda.synchronize()
-        table = profiler.key_averages().table(sort_by='cuda_time_total', row_limit=60, max_name_column_width=70)
+        table = profiler.key_averages().table(sort_by='cuda_time_total', row_limit=60, max_name_column_width=48)
         path.write_text(table)
+        print(f'--- {method}', *table.splitlines()[:24], sep='\n', flush=True)
 
 
 def main() -> None:

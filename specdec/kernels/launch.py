@@ -37,6 +37,17 @@ def wait(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def prefetch(rows, COUNT: tl.constexpr):
+    """Ask for the first COUNT cache lines at each pointer of `rows` [n] (bf16): what no earlier kernel writes may come
+    while that one still runs.
+    """
+    lines = rows[:, None] + (tl.arange(0, COUNT) * 64)[None, :]
+    tl.inline_asm_elementwise(
+        'prefetch.global.L2 [$1]; mov.u32 $0, 0;', '=r,l', [lines], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def release(OVERLAP: tl.constexpr):
     """The next kernel may start to launch."""
     if OVERLAP:

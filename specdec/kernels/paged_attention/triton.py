@@ -276,7 +276,8 @@ def attend_splits(
     q, out [T, heads, hd]; row_offsets [n + 1] into them; rows beyond the last offset are left alone. `items` as from
     `split_items`, one more per request where there is a block. `rule` as in kernels.block_attention.
     """
-    assert contexts.is_contiguous() and row_offsets.is_contiguous() and page_table.stride(1) == 1
+    assert contexts.is_contiguous()
+    assert page_table.stride(1) == 1
     k_pages, v_pages = pages
     k_block, v_block = block or (k_pages, v_pages)
     (rows, heads, dim), kv_heads, n = q.shape, k_pages.shape[2], contexts.shape[0]
