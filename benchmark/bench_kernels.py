@@ -136,7 +136,7 @@ def _row(name: str, times: dict[str, float], moved: int, rate: float) -> dict[st
 def sweep(limit: float, rows: int) -> None:
     """Try tiles for each product until the time is up; the best of each is printed."""
     start = time.perf_counter()
-    for name, (outputs, inputs) in SHAPES.items():
+    for name, (outputs, _) in SHAPES.items():
         weights, best = _weights(name), (float('inf'), None)
         share = start + limit * (list(SHAPES).index(name) + 1) / len(SHAPES)
         for block_k, block_n, warps, stages in itertools.product((128, 256), (16, 32, 64, 128), (4, 8), (3, 4, 5)):

@@ -129,6 +129,9 @@ def test_steady_state_never_waits_for_the_device(method: str | None, prompts: li
     finally:
         torch.cuda.set_sync_debug_mode('default')
     assert running.agent.eager_decode_steps == 0
+    running.abort(range(len(prompts)))
+    while running.has_work():
+        running.step()
 
 
 def test_late_news_leaks_nothing(prompts: list[tuple[int, ...]]) -> None:
