@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.block_attention import Rule
-from specdec.kernels.paged_attention.ref import gather_pages, grouped_attention, project_heads
+from specdec.kernels.paged_attention.ref import Gathered, grouped_attention, project_heads
 from specdec.kernels.rotary import Rotary
 
 
@@ -17,6 +17,7 @@ class BlockPlan:
     pages: Tensor
     keys: int
     masks: dict[Rule, Tensor | None]
+    gathered: Gathered
 
 
 def plan_block_attention(
@@ -38,7 +39,7 @@ def plan_block_attention(
         else _mask(contexts, keys, block_rows, rule, heads_per_group, dtype)
         for rule in rules
     }
-    return BlockPlan(pages, keys, masks)
+    return BlockPlan(pages, keys, masks, Gathered())
 
 
 def _mask(contexts: Tensor, keys: int, block_rows: int, rule: Rule, heads_per_group: int, dtype: torch.dtype) -> Tensor:
@@ -74,6 +75,6 @@ def block_attention(
     batch = plan.pages.shape[0]
     heads = project_heads(qkv, norms, eps, rotary, k_pages.shape[2])
     q, k, v = (x.view(batch, -1, *x.shape[1:]) for x in heads)
-    keys = torch.cat([gather_pages(k_pages, plan.pages, plan.keys), k], 1)
-    values = torch.cat([gather_pages(v_pages, plan.pages, plan.keys), v], 1)
+    keys = torch.cat([plan.gathered.pages(0, k_pages, plan.pages)[:, : plan.keys], k], 1)
+    values = torch.cat([plan.gathered.pages(1, v_pages, plan.pages)[:, : plan.keys], v], 1)
     return grouped_attention(q, keys, values, plan.masks[rule], scale).flatten(2).flatten(0, 1)

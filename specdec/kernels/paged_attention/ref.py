@@ -21,6 +21,7 @@ class Group:
 
     `tile` [n, M]: packed row of each tile row, None if the packed rows are the tile already; `scatter`: for each packed
     row of the group its flat tile row. `masks[window]`: [n, 1, M * heads_per_group, keys] added to the scores, or None.
+    `gathered`: memory for keys and for values, the same for every layer.
     """
 
     rows: slice
@@ -30,6 +31,24 @@ class Group:
     tile: Tensor | None
     scatter: Tensor | None
     masks: dict[int | None, Tensor | None]
+    gathered: 'Gathered'
+
+
+class Gathered:
+    """Where pages are laid side by side. Fresh memory for every layer would be touched for the first time every time,
+    which costs more than the copy.
+    """
+
+    def __init__(self) -> None:
+        self._memory: list[Tensor | None] = [None, None]
+
+    def pages(self, which: int, pages: Tensor, table: Tensor) -> Tensor:
+        """pages [N, page, heads, hd], table [n, P] -> [n, P * page, heads, hd]; `which` 0 for keys, 1 for values."""
+        memory = self._memory[which]
+        if memory is None:
+            memory = self._memory[which] = pages.new_empty(table.numel(), *pages.shape[1:])
+        torch.index_select(pages, 0, table.flatten(), out=memory)
+        return memory.view(table.shape[0], -1, *pages.shape[2:])
 
 
 def plan_paged_attention(
@@ -72,7 +91,7 @@ def _group(
     positions = starts + torch.arange(height, device=device)[None, :, None]
     entries = torch.arange(keys, device=device)
     masks = {w: _mask(positions, entries, w, heads_per_group, dtype) for w in windows}
-    return Group(slice(offsets[first], offsets[last]), height, pages, keys, tile, scatter, masks)
+    return Group(slice(offsets[first], offsets[last]), height, pages, keys, tile, scatter, masks, Gathered())
 
 
 def _mask(
@@ -122,18 +141,12 @@ def _attend(q: Tensor, k_pages: Tensor, v_pages: Tensor, group: Group, window: i
     rows = q if group.tile is None else q[group.tile.flatten()]
     out = grouped_attention(
         rows.view(n, group.height, *q.shape[1:]),
-        gather_pages(k_pages, group.pages, group.keys),
-        gather_pages(v_pages, group.pages, group.keys),
+        group.gathered.pages(0, k_pages, group.pages)[:, : group.keys],
+        group.gathered.pages(1, v_pages, group.pages)[:, : group.keys],
         group.masks[window],
         scale,
     ).reshape(rows.shape)
     return out if group.scatter is None else out[group.scatter]
-
-
-def gather_pages(pages: Tensor, table: Tensor, keys: int) -> Tensor:
-    """Entries 0 .. keys of each request: pages [N, page, heads, hd], table [n, P] -> [n, keys, heads, hd]."""
-    gathered = pages.index_select(0, table.flatten())
-    return gathered.view(table.shape[0], -1, *pages.shape[2:])[:, :keys]
 
 
 def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
