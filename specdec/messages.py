@@ -67,10 +67,17 @@ class PytorchEngineConfig:
     logprobs_mode: str | None = None
     enable_return_routed_experts: bool = False  # default only
     enable_transfer_obj_ref: bool = False  # default only
-    cudagraph_capture_batch_sizes: list[int] | None = None
+    cudagraph_capture_batch_sizes: list[int] | None = None  # batch sizes that get CUDA graphs
     piecewise_cudagraph_max_tokens: int | None = None  # default only
-    prefix_cache_state_budget: int = 0
+    prefix_cache_state_budget: int = 0  # default only, as all that follow
     prefix_cache_decode_state_interval: int = 0
+    dllm_block_length: int | None = None
+    dllm_unmasking_strategy: str = 'low_confidence_dynamic'
+    dllm_denoising_steps: int | None = None
+    dllm_confidence_threshold: float = 0.85
+    role: str = 'Hybrid'
+    migration_backend: str = 'DLSlime'
+    kv_transfer_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _choice('dtype', self.dtype, DTYPES)
@@ -84,6 +91,8 @@ class PytorchEngineConfig:
         for name in ('session_len', 'max_batch_size', 'max_prefill_token_num'):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        for size in self.cudagraph_capture_batch_sizes or ():
+            _at_least('cudagraph_capture_batch_sizes', size, 1)
         _number('cache_max_entry_count', self.cache_max_entry_count)
         if not 0 < self.cache_max_entry_count < 1:
             raise ConfigError('cache_max_entry_count', self.cache_max_entry_count, 'a share of free memory in (0, 1)')
@@ -94,8 +103,9 @@ _ENGINE_DEFAULT_ONLY = (
     'dp_rank', 'attn_tp_size', 'mlp_tp_size', 'moe_tp_size', 'prefill_interval', 'kernel_block_size', 'num_cpu_blocks',
     'adapters', 'thread_safe', 'custom_module_map', 'quant_policy', 'distributed_executor_backend', 'empty_init',
     'enable_microbatch', 'enable_eplb', 'enable_mp_engine', 'mp_engine_backend', 'model_format', 'hf_overrides',
-    'language_model_only', 'enable_return_routed_experts', 'enable_transfer_obj_ref', 'cudagraph_capture_batch_sizes',
-    'piecewise_cudagraph_max_tokens', 'prefix_cache_state_budget', 'prefix_cache_decode_state_interval',
+    'language_model_only', 'enable_return_routed_experts', 'enable_transfer_obj_ref', 'piecewise_cudagraph_max_tokens',
+    'prefix_cache_state_budget', 'prefix_cache_decode_state_interval', 'dllm_block_length', 'dllm_unmasking_strategy',
+    'dllm_denoising_steps', 'dllm_confidence_threshold', 'role', 'migration_backend', 'kv_transfer_config',
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ scratch page only. All graphs share one memory pool, so the largest sets its siz
 phases are what is captured.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -61,11 +61,14 @@ class StepGraphs:
 
 
 class GraphRunner:
-    """Captures and replays. `table_width`: page-table columns of every graph, wide enough for session_len."""
+    """Captures and replays. `sizes`: batch sizes to capture, None for `batch_buckets`; larger batches run eagerly.
 
-    def __init__(self, model: 'StepModel', max_batch_size: int) -> None:
+    `table_width`: page-table columns of every graph, wide enough for session_len.
+    """
+
+    def __init__(self, model: 'StepModel', max_batch_size: int, sizes: Sequence[int] | None = None) -> None:
         self.model, self.table_width = model, model.state.page_table.shape[1]
-        self.buckets = batch_buckets(max_batch_size)
+        self.buckets = tuple(sorted(set(sizes))) if sizes else batch_buckets(max_batch_size)
         self.graphs: dict[tuple[int, int], StepGraphs] = {}
         self.replays = 0
 

@@ -132,7 +132,7 @@ def assemble(
     model = StepModel(target, proposer, caches, state, memory.page_size)
     graphs = None
     if device.type == 'cuda' and not config.eager_mode:
-        graphs = GraphRunner(model, max_batch_size)
+        graphs = GraphRunner(model, max_batch_size, config.cudagraph_capture_batch_sizes)
         graphs.capture(progress and (lambda done, total: progress('graphs', done, total)))
     return Engine(info, memory, scheduler, ModelAgent(model, graphs))
 

@@ -161,7 +161,9 @@ class Scheduler:
         """Give a waiting sequence a slot, its cached prefix and pages for the rest; only if nobody has to leave."""
         tokens = sequence.tokens
         hit = self.pages.match(tokens)
-        needed = self.pages.pages_for(min(len(tokens) + 1 + sequence.max_drafts, sequence.end)) - len(hit)
+        # what its first decode steps will reserve, so that a newcomer is not preempted right after its prompt
+        rows = (self.config.overlap + 1) * (1 + sequence.max_drafts)
+        needed = self.pages.pages_for(min(len(tokens) + rows, sequence.end)) - len(hit)
         self.pages.hold(hit)
         if needed > self.pages.num_available:
             self.pages.release(hit)
