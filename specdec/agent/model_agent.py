@@ -141,7 +141,7 @@ class ModelAgent:
         """One step, operator by operator; None if no request draws a token."""
         model = self.model
         stages = Stages(plan.samples, plan.filters, plan.bans)
-        pad = self.device.type != 'cpu'  # reading the number of rows would make the host wait for the device
+        pad = model.state.padded
         if plan.chunks:
             batch = mixed_batch(model.state, plan, pad, model.page_size, stages)
             if plan.num_absorbing == len(batch.slots):

@@ -21,11 +21,14 @@ NO_ID = -1  # fills the id lists; equal to no token
 
 class SlotState:
     """Tensors with one row per slot: ints [S, 8] int64, floats [S, 3] fp32, drafts [S, K] and survival [S, K] fp32,
-    stop_ids and banned_ids [S, MAX_STOP_IDS], page_table [S, P] int32 whose unused entries are 0.
+    stop_ids and banned_ids [S, MAX_STOP_IDS], page_table [S, P] int32 whose unused entries are 0. `padded`: steps have
+    rows beyond their requests', so that the host need not know how many there are.
     """
 
-    def __init__(self, num_slots: int, num_drafts: int, table_width: int, device: torch.device) -> None:
-        self.device = device
+    def __init__(
+        self, num_slots: int, num_drafts: int, table_width: int, device: torch.device, padded: bool = False
+    ) -> None:
+        self.device, self.padded = device, padded
         self.num_drafts = num_drafts
         self.ints = torch.zeros(num_slots, 8, dtype=torch.int64, device=device)
         self.floats = torch.zeros(num_slots, 3, dtype=torch.float32, device=device)
@@ -69,7 +72,7 @@ class SlotState:
         """
         num_drafts = torch.full_like(lengths, 0 if drafts is None else drafts.shape[1])
         changed = torch.stack([lengths, anchors, num_drafts], 1)
-        if self.device.type != 'cpu':  # nothing is padded on a CPU
+        if self.padded:
             changed = torch.where((slots > 0)[:, None], changed, 0)
         self.ints[:, : NUM_DRAFTS + 1].index_copy_(0, slots, changed)
         if drafts is not None:

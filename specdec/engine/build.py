@@ -116,7 +116,7 @@ def assemble(
         )
     )
     table_width = -(-(session_len + 2 * (num_drafts + 1)) // memory.page_size)
-    state = SlotState(max_batch_size + 1, num_drafts, table_width, device)
+    state = SlotState(max_batch_size + 1, num_drafts, table_width, device, padded=device.type == 'cuda')
     caches = Caches.allocate(target.cache_spec(), proposer.cache_spec(), memory, device)
     info = EngineInfo(
         model_name=sources.name,

@@ -144,7 +144,7 @@ class Scheduler:
         for sequence in self.running:
             if sequence.prefilling and budget > 0:
                 budget -= self._plan_chunk(draft, sequence, budget)
-        # a paused request takes its place in the queue once its step is read: no later arrival may have its pages before
+        # a paused request returns to the queue once its step is read: no later arrival may have its pages before
         while budget > 0 and self.waiting and self._free_slots and not self._paused:
             sequence = self.waiting[0]
             if not self._admit(draft, sequence):

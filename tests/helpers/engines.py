@@ -298,7 +298,8 @@ class Driver:
         drawing = [c.slot for c in plan.chunks if c.final] + list(plan.decodes)
         if self._last is not None:
             step, proposal = self._last
-            for slot, length, tokens in zip(drawing, step.lengths.tolist(), proposal.tokens.tolist(), strict=True):
+            proposals = zip(step.lengths.tolist(), proposal.tokens.tolist())  # padding proposes for nobody, at the end
+            for slot, (length, tokens) in zip(drawing, proposals):
                 self.proposals.setdefault(requests[slot], {})[length] = tuple(tokens)
         return launched
 
