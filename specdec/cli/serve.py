@@ -215,7 +215,7 @@ def api_server(
     ] = 0,
     cudagraph_capture_batch_sizes: Annotated[
         list[int] | None,
-        typer.Option(metavar='N...', help='Batch sizes of CUDA graphs.', rich_help_panel=options.COMPATIBILITY),
+        typer.Option(metavar='N...', help='Batch sizes of CUDA graphs.', rich_help_panel=options.ENGINE),
     ] = None,
     revision: options.Revision = None,
     download_dir: options.DownloadDir = None,

@@ -97,6 +97,9 @@ class Message(BaseModel):
 
     role: Literal['system', 'developer', 'user', 'assistant', 'tool', 'function']
     content: str | list[Dictionary] | None = None
+    name: str | None = None
+    tool_calls: list[Dictionary] | None = None
+    tool_call_id: str | None = None
 
 
 class ChatRequest(OpenAISampling):

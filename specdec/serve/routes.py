@@ -96,7 +96,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     if message['role'] == 'developer':
         message['role'] = 'system'
     for call in message.get('tool_calls') or ():
-        function = call.get('function') if isinstance(call, dict) else None
+        function = call.get('function')
         if isinstance(function, dict) and isinstance(function.get('arguments'), str):
             try:
                 arguments = json.loads(function['arguments'] or '{}')

@@ -64,7 +64,7 @@ def test_bad_flags_are_one_line(capsys, flags, error):
     assert captured.err.count('\n') == 1
 
 
-def test_a_port_that_is_taken_and_a_model_that_is_not_there(tmp_path):
+def test_a_port_that_is_taken_and_a_model_that_is_not_there():
     with socket.create_server(('127.0.0.1', 0)) as listener:
         port = str(listener.getsockname()[1])
         result = finished('demo', '--server-name', '127.0.0.1', '--server-port', port)
@@ -142,7 +142,7 @@ def test_no_engine_outlives_a_killed_server(echo_tokenizer):
 
 
 @pytest.mark.slow
-def test_every_flag_together(tmp_path, echo_tokenizer):
+def test_every_flag_together(tmp_path):
     """LMDeploy's spelling: underscores, several values after one flag, files; and HTTPS."""
     key, certificate = tmp_path / 'key.pem', tmp_path / 'certificate.pem'
     subprocess.run(

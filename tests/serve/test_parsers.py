@@ -143,8 +143,10 @@ def test_tagged_calls(text, content, calls, size):
     assert [(name, json.loads(arguments)) for name, arguments in found_calls] == calls
 
 
-WORDS = ['<think>', '</think>', '<tool_call>', '</tool_call>', '{"name": "f", "arguments": ', '{"a": 1}', '}', ' ', '\n',
-         'x', '<', '</', '"', '你好', '{"name"', '<function=g>', '<parameter=p>', '</parameter>', '</function>', '\\']  # fmt: skip
+WORDS = [
+    '<think>', '</think>', '<tool_call>', '</tool_call>', '{"name": "f", "arguments": ', '{"a": 1}', '}', ' ', '\n',
+    'x', '<', '</', '"', '你好', '{"name"', '<function=g>', '<parameter=p>', '</parameter>', '</function>', '\\',
+]  # fmt: skip
 
 
 @settings(max_examples=300, deadline=None)
