@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import json
+import re
 import socket
 import time
 from urllib.parse import urlsplit
@@ -108,7 +109,9 @@ def test_raw_sse_bytes(echo_server):
     assert b'content-type: text/event-stream' in header
     assert b'transfer-encoding: chunked' in header
     assert rest.endswith(b'data: [DONE]\n\n\r\n0\r\n\r\n')
-    assert b'"content":"hello' in rest
+    events = [json.loads(event) for event in re.findall(rb'data: (\{.*?\})\n\n', rest)]
+    text = ''.join(event['choices'][0]['delta'].get('content', '') for event in events)
+    assert text.startswith('hello\nworld')
     assert rest.isascii()
 
 

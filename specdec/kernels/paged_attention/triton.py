@@ -148,11 +148,11 @@ def _splits_kernel(
     d = tl.arange(0, DIM)
     n = tl.arange(0, KEYS)
     wait(OVERLAP)
-    befores = tl.load(items + 1 + lane, mask=lane < num_requests, other=2147483647)
+    ends = tl.load(items + 1 + lane, mask=lane < num_requests, other=2147483647)
     num_items = tl.load(items + num_requests)
     release(OVERLAP)
     for item in range(tl.program_id(0), num_items, programs):
-        request = tl.sum((befores <= item).to(tl.int32), 0)
+        request = tl.sum((ends <= item).to(tl.int32), 0)
         before, after = tl.load(items + request), tl.load(items + request + 1)
         first_row = tl.load(row_offsets + request)
         rows = tl.load(row_offsets + request + 1) - first_row
