@@ -1,24 +1,21 @@
 """CUDA graphs of a decode step, captured at start-up: one up to the logits, one from there on, replayed back to back.
 
 A graph is picked by batch bucket, rows bucket and variant; a smaller step is padded with slot 0, whose rows touch the
-scratch page only. All graphs share one memory pool, so the largest sets its size. Next: model_agent.py, whose two
+scratch page only. All graphs share one memory pool, so the largest sets its size. Next: step_model.py, whose two
 phases are what is captured.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specdec.agent.batch import decode_batch
+from specdec.agent.step_model import Judged, StepModel
 from specdec.agent.transfer import to_device
 from specdec.plan import StepPlan
 from specdec.spec_decode.logits import Stages
-
-if TYPE_CHECKING:
-    from specdec.agent.model_agent import Judged, StepModel
 
 CaptureProgress = Callable[[int, int], None]  # graphs captured, graphs in all
 
@@ -48,7 +45,7 @@ def stages_for(plan: StepPlan) -> Stages:
 @dataclass(frozen=True, slots=True)
 class DraftGraph:
     graph: torch.cuda.CUDAGraph
-    judged: 'Judged'
+    judged: Judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,7 @@ class GraphRunner:
     `table_width`: page-table columns of every graph, wide enough for session_len.
     """
 
-    def __init__(self, model: 'StepModel', max_batch_size: int, sizes: Sequence[int] | None = None) -> None:
+    def __init__(self, model: StepModel, max_batch_size: int, sizes: Sequence[int] | None = None) -> None:
         self.model, self.table_width = model, model.state.page_table.shape[1]
         self.buckets = tuple(sorted(set(sizes))) if sizes else batch_buckets(max_batch_size)
         self.graphs: dict[tuple[int, int], StepGraphs] = {}
@@ -118,7 +115,7 @@ class GraphRunner:
             drafts[stages, drafting] = DraftGraph(graph, judged)
         return StepGraphs(slots, target, drafts)
 
-    def run(self, plan: StepPlan) -> 'Judged | None':
+    def run(self, plan: StepPlan) -> Judged | None:
         """Replay the step, or None if no graph fits it: then it runs eagerly."""
         if plan.chunks:
             return None

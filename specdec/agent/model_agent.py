@@ -1,8 +1,6 @@
-"""One step, whole: build the batch, run the target, judge the drafts, absorb, propose, commit.
+"""Running plans: records applied, the step launched as graphs or operator by operator, results read when they arrive.
 
-Nothing here knows which method drafts, or whether one does: without speculation K is 0 and the proposer has nothing to
-absorb. The step falls into two phases that meet at the logits, which is where CUDA graphs are cut (graph_runner.py).
-Next: batch.py, then models/, spec_decode/rejection_sampler.py and spec_decode/proposers/, in that order.
+Next: batch.py, which packs a step; step_model.py, the step itself.
 """
 
 from dataclasses import dataclass
@@ -11,27 +9,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from specdec.agent.batch import Batch, decode_batch, mixed_batch
-from specdec.agent.caches import Caches
+from specdec.agent.batch import decode_batch, mixed_batch
 from specdec.agent.graph_runner import GraphRunner
-from specdec.agent.state import SlotState
+from specdec.agent.step_model import Judged, StepModel
 from specdec.agent.transfer import HostCopy, to_device, to_host
-from specdec.models.target import TargetModel, TargetOutput
 from specdec.plan import SlotResult, StepPlan, StepResult
 from specdec.spec_decode.logits import Stages
-from specdec.spec_decode.proposers.base import DraftStep, Proposer
-from specdec.spec_decode.rejection_sampler import FULL, RUNNING, STOPPED, Verdict, emitted_logprobs, verify
+from specdec.spec_decode.rejection_sampler import FULL, RUNNING, STOPPED, emitted_logprobs
 
 FINISH = {RUNNING: None, STOPPED: 'stop', FULL: 'length'}
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What a step leaves on the device. `table` [P, 3 + K + 1]: emitted count, verify length, finish code, tokens."""
-
-    batch: Batch
-    logits: Tensor
-    table: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,78 +26,6 @@ class Launched:
 
     plan: StepPlan
     results: HostCopy
-
-
-class StepModel:
-    """The step's two phases as functions of a batch; they read and write the slots' state and the caches."""
-
-    def __init__(
-        self, target: TargetModel, proposer: Proposer, caches: Caches, state: SlotState, page_size: int
-    ) -> None:
-        self.target, self.proposer, self.caches, self.state = target, proposer, caches, state
-        self.page_size = page_size
-
-    def run_target(self, batch: Batch) -> tuple[TargetOutput, Tensor]:
-        """Rows -> taps and hidden states of all rows, logits [R, V] fp32 of those that draw a token."""
-        output = self.target.forward(batch.rows, self.caches.target)
-        hidden = output.hidden if batch.logit_rows is None else output.hidden[batch.logit_rows]
-        return output, self.target.head(hidden)
-
-    def run_draft(self, batch: Batch, output: TargetOutput, logits: Tensor, stages: Stages, drafting: bool) -> Judged:
-        """Logits -> verdict; absorb what is committed, propose the next block if `drafting`, move the slots on."""
-        verdict = verify(
-            logits,
-            batch.logit_requests,
-            batch.logit_offsets,
-            batch.draw_positions,
-            batch.drafts,
-            batch.verify_lengths,
-            batch.sampling,
-            stages,
-        )
-        layout, absorbing = batch.rows.layout, batch.num_absorbing
-        committed = verdict.committed
-        if layout.chunk_rows:
-            chunk_rows = to_device(layout.chunk_rows, committed.device)
-            committed = torch.cat([chunk_rows, committed[len(layout.chunk_rows) - absorbing :]])
-        lengths = layout.contexts + committed
-        step = self._draft_step(batch, output, committed, verdict.next_tokens, lengths[absorbing:])
-        self.proposer.absorb(step)
-        slots, tokens = batch.slots[absorbing:], None
-        if drafting:
-            proposal = self.proposer.propose(step)
-            tokens = proposal.tokens
-            if proposal.survival is not None:
-                self.state.keep_survival(slots, proposal.survival)
-        self.state.advance(slots, lengths[absorbing:], verdict.next_tokens, tokens)
-        if absorbing:
-            self.state.commit(batch.slots[:absorbing], lengths[:absorbing])
-        return Judged(batch, logits, _table(batch, verdict))
-
-    def absorb_only(self, batch: Batch) -> None:
-        """Prompt chunks that all leave their prompt unfinished: nobody draws a token."""
-        output = self.target.forward(batch.rows, self.caches.target)
-        layout, nobody = batch.rows.layout, batch.slots[:0]
-        committed = to_device(layout.chunk_rows, nobody.device)
-        self.proposer.absorb(self._draft_step(batch, output, committed, nobody, nobody))
-        self.state.commit(batch.slots, layout.contexts + committed)
-
-    def _draft_step(
-        self, batch: Batch, output: TargetOutput, committed: Tensor, anchors: Tensor, lengths: Tensor
-    ) -> DraftStep:
-        rows = batch.rows
-        return DraftStep(
-            taps=output.hidden[:, :0] if output.taps is None else output.taps,
-            positions=rows.positions,
-            entries=rows.slots,
-            row_offsets=rows.layout.row_offsets,
-            committed=committed,
-            anchors=anchors,
-            lengths=lengths,
-            page_table=rows.layout.page_table[batch.num_absorbing :],
-            page_size=self.page_size,
-            cache=self.caches.draft,
-        )
 
 
 class ModelAgent:
@@ -183,11 +97,6 @@ class ModelAgent:
                 for i, (slot, (count, drafted, finish, *tokens)) in enumerate(zip(slots, rows))
             ),
         )
-
-
-def _table(batch: Batch, verdict: Verdict) -> Tensor:
-    columns = torch.stack([verdict.counts, batch.verify_lengths, verdict.finish], 1)
-    return torch.cat([columns, verdict.tokens], 1)
 
 
 def _logprobs(

@@ -15,8 +15,9 @@ import torch
 
 from specdec.agent.caches import Caches, MemoryPlan, plan_memory
 from specdec.agent.graph_runner import GraphRunner
-from specdec.agent.model_agent import ModelAgent, StepModel
+from specdec.agent.model_agent import ModelAgent
 from specdec.agent.state import SlotState
+from specdec.agent.step_model import StepModel
 from specdec.engine.engine import Engine
 from specdec.errors import ConfigError
 from specdec.layers.cache_specs import PagedSpec

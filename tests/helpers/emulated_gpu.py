@@ -13,7 +13,7 @@ import torch
 
 from specdec.agent.batch import decode_batch
 from specdec.agent.graph_runner import FILTERED, GraphRunner, bucket_for, stages_for
-from specdec.agent.model_agent import Judged
+from specdec.agent.step_model import Judged
 from specdec.engine.engine import Engine
 from specdec.plan import StepPlan
 
