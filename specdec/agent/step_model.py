@@ -1,8 +1,8 @@
 """One step as two phases that meet at the logits: rows to logits, then verdict, absorb, propose, commit.
 
 Both are functions of a batch over the slots' state and the caches; whether they run operator by operator or are
-replayed as CUDA graphs (graph_runner.py) makes no difference to them. Nothing here knows which method drafts, or whether one
-does: without speculation K is 0 and the proposer has nothing to absorb. Next: models/, then
+replayed as CUDA graphs (graph_runner.py) makes no difference to them. Nothing here knows which method drafts, or
+whether one does: without speculation K is 0 and the proposer has nothing to absorb. Next: models/, then
 spec_decode/rejection_sampler.py and spec_decode/proposers/.
 """
 
