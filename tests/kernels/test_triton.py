@@ -8,23 +8,31 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.block_attention import ref as block_ref
+from specdec.kernels.filter_threshold import Filters
+from specdec.kernels.filter_threshold import ref as threshold_ref
 from specdec.kernels.kv_cache import cache_slots
 from specdec.kernels.kv_cache import ref as cache_ref
 from specdec.kernels.linear import ref as linear_ref
-from specdec.kernels.markov import MarkovWeights
+from specdec.kernels.logit_rules import RuleRows, RuleTables
+from specdec.kernels.logit_rules import ref as rules_ref
+from specdec.kernels.markov import ChainDraws, MarkovWeights
 from specdec.kernels.markov import ref as markov_ref
 from specdec.kernels.moe import ref as moe_ref
+from specdec.kernels.noise import Noise
 from specdec.kernels.norm import ref as norm_ref
 from specdec.kernels.paged_attention import RowLayout
 from specdec.kernels.paged_attention import ref as paged_ref
+from specdec.kernels.pick import NO_PICK
 from specdec.kernels.pick import ref as pick_ref
 from specdec.kernels.rotary import ref as rotary_ref
 
 pytest.importorskip('triton')
 
 from specdec.kernels.block_attention import triton as block_triton
+from specdec.kernels.filter_threshold import triton as threshold_triton
 from specdec.kernels.kv_cache import triton as cache_triton
 from specdec.kernels.linear import triton as linear_triton
+from specdec.kernels.logit_rules import triton as rules_triton
 from specdec.kernels.markov import triton as markov_triton
 from specdec.kernels.moe import triton as moe_triton
 from specdec.kernels.norm import triton as norm_triton
@@ -234,7 +242,7 @@ def test_markov_chain(kind: str, mapped: bool) -> None:
         d2t=torch.arange(vocabulary, device=DEVICE) if mapped else None,
     )  # fmt: skip
     base, hidden = random(batch, steps, vocabulary) * 3, random(batch, steps, size)
-    args = base, hidden, random(batch, size), torch.tensor([1, 2, 3], device=DEVICE), weights, None
+    args = base, hidden, random(batch, size), torch.tensor([1, 2, 3], device=DEVICE), weights, None, None
     for found, expected in zip(markov_triton.markov_chain(*args), markov_ref.markov_chain(*args), strict=True):
         assert torch.equal(found, expected)
 
@@ -254,5 +262,101 @@ def test_noisy_argmax(filtered: bool) -> None:
     threshold = torch.tensor([-9.0, -9.0, 1.0, 0.2, -1.0, 5.0], device=DEVICE) if filtered else None
     seeds = torch.tensor([1, 2, -3, 4, 2**62 + 5, 6], device=DEVICE)
     positions = torch.tensor([3, 4, 5, 6, 70000, 8], device=DEVICE)
-    args = logits, temperature, threshold, seeds, positions, 0
+    args = logits, temperature, threshold, Noise(seeds, positions), None
     assert torch.equal(pick_triton.noisy_argmax(*args), pick_ref.noisy_argmax(*args))
+
+
+def test_noisy_argmax_with_streams_and_columns_of_other_ids() -> None:
+    logits = random(3, 5000)
+    logits[2] = float('-inf')
+    temperature = torch.tensor([1.0, 0.7, 1.0], device=DEVICE)
+    streams = torch.tensor([0, 3 + (9 << 32), 0], device=DEVICE)
+    noise = Noise(torch.tensor([1, 2, 3], device=DEVICE), torch.tensor([4, 5, 6], device=DEVICE), streams)
+    for ids in (None, torch.arange(5000, device=DEVICE) * 3 + 1):
+        found = pick_triton.noisy_argmax(logits, temperature, None, noise, ids)
+        assert torch.equal(found, pick_ref.noisy_argmax(logits, temperature, None, noise, ids))
+        assert found[2] == NO_PICK
+    assert pick_triton.argmax(logits)[2] == NO_PICK
+
+
+@pytest.mark.parametrize('filtered', [False, True])
+@pytest.mark.parametrize('mapped', [False, True])
+@pytest.mark.parametrize('kind', ['vanilla', 'rnn'])
+def test_markov_chain_with_noise(kind: str, mapped: bool, filtered: bool) -> None:
+    """Greedy, coupled and probabilistic requests side by side; the logits that were drawn from are kept."""
+    batch, steps, vocabulary, rank, size = 3, 3, 333, 12, 20
+    weights = MarkovWeights(
+        random(700, rank), random(vocabulary, rank), kind, joint=random(3 * rank, 2 * rank + size),
+        joint_bias=random(3 * rank), d2t=torch.arange(vocabulary, device=DEVICE) if mapped else None,
+    )  # fmt: skip
+    base, hidden = random(batch, steps, vocabulary), random(batch, steps, size)
+    seeds, positions = torch.tensor([7, 8, 9], device=DEVICE), torch.tensor([20, 30, 40], device=DEVICE)
+    noise = Noise(seeds, positions, torch.tensor([0, 0, 3 + (39 << 32)], device=DEVICE))
+    filters = None
+    if filtered:
+        top_k, cuts = torch.tensor([0, 3, 50], device=DEVICE), torch.tensor([1.0, 0.9, 0.8], device=DEVICE)
+        filters = Filters(top_k, cuts, 1 - cuts)
+    results = []
+    for module in (markov_triton, markov_ref):
+        kept = torch.empty_like(base)
+        draws = ChainDraws(torch.tensor([0.0, 1.0, 0.7], device=DEVICE), noise, filters, kept)
+        anchors = torch.tensor([1, 2, 3], device=DEVICE)
+        results.append((*module.markov_chain(base, hidden, None, anchors, weights, None, draws), kept))
+    for found, expected in zip(*results):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('forced', [False, True])
+def test_logit_rules(forced: bool) -> None:
+    requests, slots, drafts, vocabulary = 3, 5, 2, 4500
+    tables = RuleTables(
+        counts=torch.randint(0, 5, (slots, vocabulary), dtype=torch.int32, device=DEVICE),
+        penalties=torch.tensor([[1, 0, 0], [1.3, 0, 0], [1, 0.5, 0.25], [0.8, -1, 0.5], [1, 0, 0]], device=DEVICE),
+        bias_ids=torch.randint(0, vocabulary, (slots, 6), device=DEVICE),
+        bias_values=random(slots, 6),
+        num_bias=torch.tensor([0, 6, 0, 6, 0], device=DEVICE),
+        masks=torch.randint(-(2**31), 2**31 - 1, (slots, drafts + 1, -(-vocabulary // 32)), dtype=torch.int32).to(
+            DEVICE
+        ),
+    )
+    tables.bias_ids[1] = torch.arange(6, device=DEVICE) * 700
+    tables.bias_ids[3] = torch.arange(6, device=DEVICE) * 701
+    tables.bias_values[[0, 2, 4]] = 0
+    rows = RuleRows(
+        requests=torch.tensor([0, 0, 0, 1, 1, 2], device=DEVICE),
+        steps=torch.tensor([0, 1, 2, 0, 1, 0], device=DEVICE),
+        slots=torch.tensor([3, 1, 2], device=DEVICE),
+        drafts=torch.tensor([[5, 5], [701, 9], [1, 2]], device=DEVICE),
+    )
+    only = torch.tensor([-1, 7, -1, -1, 8, -1], device=DEVICE) if forced else None
+    logits = random(6, vocabulary)
+    before = logits.clone()
+    for flags in ((True, True, True), (False, True, False), (True, False, False), (False, False, True)):
+        found = rules_triton.apply_rules(logits, rows, tables, *flags, only)
+        torch.testing.assert_close(
+            found, rules_ref.apply_rules(logits, rows, tables, *flags, only), rtol=1e-6, atol=1e-6
+        )
+    assert torch.equal(logits, before)
+    assert rows.requests.max() < requests
+
+
+@pytest.mark.parametrize('vocabulary', [300, 9001])
+def test_filter_threshold(vocabulary: int) -> None:
+    """The fast way, the slow one, ties, everything ruled out but a few, and rows without a filter."""
+    kinds = [
+        (0, 1.0, 0.0), (1, 1.0, 0.0), (5, 1.0, 0.0), (50, 0.9, 0.02), (64, 0.5, 0.0), (65, 0.9, 0.0), (0, 0.9, 0.0),
+        (0, 0.3, 0.2), (0, 1.0, 0.1), (200, 1.0, 0.0), (vocabulary + 5, 0.7, 0.0), (20, 1e-6, 0.0), (3, 0.9, 0.9),
+    ]  # fmt: skip
+    top_k, top_p, min_p = (torch.tensor(column, device=DEVICE) for column in zip(*kinds))
+    heat = torch.linspace(0.3, 1.5, len(kinds), device=DEVICE)
+    heat[2] = 0
+    smooth = random(len(kinds), vocabulary) * 3
+    tied = (smooth * 2).round() / 2
+    narrow = smooth.clone()
+    narrow[:, 30:] = float('-inf')
+    for logits in (smooth, tied, narrow):
+        found = threshold_triton.filter_threshold(logits, heat, top_k, top_p, min_p, 0)
+        expected = threshold_ref.filter_threshold(logits, heat, top_k, top_p, min_p, 0)
+        scaled = logits / torch.where(heat > 0, heat, 1.0)[:, None]
+        kept = [(scaled >= cut[:, None]) & scaled.isfinite() for cut in (found, expected)]
+        assert torch.equal(*kept)

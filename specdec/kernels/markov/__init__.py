@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specdec.kernels.dispatch import Implementations
+from specdec.kernels.filter_threshold import Filters
+from specdec.kernels.noise import Noise
 
 _implementation = Implementations(__name__, cuda='triton')
 
@@ -34,6 +36,19 @@ class MarkovWeights:
 Pick = Callable[[int, Tensor], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class ChainDraws:
+    """Tokens drawn with noise: temperature [B] fp32, 0 for the largest logit; `noise`: keys of each request's first
+    token, the k-th behind it being at that position + k; ids in keys are the target's. `filters` of the B act on each
+    token's logits over temperature. `kept` [B, K, Vd] fp32 gets the logits.
+    """
+
+    temperature: Tensor
+    noise: Noise
+    filters: Filters | None = None
+    kept: Tensor | None = None
+
+
 def markov_chain(
     base_logits: Tensor,
     hidden: Tensor,
@@ -41,11 +56,13 @@ def markov_chain(
     anchors: Tensor,
     weights: MarkovWeights,
     pick: Pick | None = None,
+    draws: ChainDraws | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw K tokens left to right -> (tokens [B, K] target ids, previous [B, K]: the token before each).
 
     base_logits [B, K, Vd] fp32; hidden [B, K, H], the rows they came from; anchors [B]. `lead` [B, H]: the row before
     the first proposal, through which an rnn state steps in fill-in drafts. `pick(k, logits [B, Vd])` chooses draft ids;
-    None takes the largest logit, the lower id if equal.
+    without, `draws` says how they are drawn; without that either, the largest logit wins, the lower id if equal.
     """
-    return _implementation(base_logits.device.type, 'markov_chain')(base_logits, hidden, lead, anchors, weights, pick)
+    chain = _implementation(base_logits.device.type, 'markov_chain')
+    return chain(base_logits, hidden, lead, anchors, weights, pick, draws)

@@ -20,17 +20,39 @@ def _gumbel_of(word):
 
 
 @triton.jit
-def gumbel_tile(seed, position, quads, stream, TILE: tl.constexpr):
-    """Gumbel values of ids 4 q .. 4 q + 3 for each q of `quads` [TILE / 4] int32 -> [TILE]; seed, position int64."""
-    c0 = quads.to(tl.uint32)
-    zero = c0 * 0
-    c1 = zero + (position & 0xFFFFFFFF).to(tl.uint32)
-    c2 = zero + stream
-    c3 = zero
+def _philox(c0, c1, c2, c3, seed):
     k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     for _ in tl.static_range(10):
         c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
         k0 = k0 + tl.full((), 0x9E3779B9, tl.uint32)
         k1 = k1 + tl.full((), 0xBB67AE85, tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def gumbel_tile(seed, position, quads, stream, TILE: tl.constexpr):
+    """Gumbel values of ids 4 q .. 4 q + 3 for each q of `quads` [TILE / 4] int32 -> [TILE]; the rest are int64 scalars,
+    `stream` with the salt above its low word.
+    """
+    c0 = quads.to(tl.uint32)
+    zero = c0 * 0
+    c1 = zero + (position & 0xFFFFFFFF).to(tl.uint32)
+    c2 = zero + (stream & 0xFFFFFFFF).to(tl.uint32)
+    c3 = zero + ((stream >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c0, c1, c2, c3 = _philox(c0, c1, c2, c3, seed)
     words = tl.join(tl.join(c0, c2), tl.join(c1, c3))  # [q, 2, 2], in the order of the ids once it is flat
     return _gumbel_of(tl.reshape(words, (TILE,)))
+
+
+@triton.jit
+def gumbel_at_ids(seed, position, ids, stream):
+    """Gumbel values of ids of any shape (int64); seed, position and stream int64 of shapes that broadcast to it."""
+    c0 = ((ids >> 2) & 0xFFFFFFFF).to(tl.uint32)
+    zero = c0 * 0
+    seed = seed + ids * 0
+    c1 = zero + (position & 0xFFFFFFFF).to(tl.uint32)
+    c2 = zero + (stream & 0xFFFFFFFF).to(tl.uint32)
+    c3 = zero + ((stream >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c0, c1, c2, c3 = _philox(c0, c1, c2, c3, seed)
+    lane = ids & 3
+    return _gumbel_of(tl.where(lane < 2, tl.where(lane == 0, c0, c1), tl.where(lane == 2, c2, c3)))

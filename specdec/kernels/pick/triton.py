@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.kernels.launch import launch_options, release, wait
-from specdec.kernels.noise.triton import gumbel_tile
+from specdec.kernels.noise import Noise
+from specdec.kernels.noise.triton import gumbel_at_ids, gumbel_tile
 
 TILE = 4096
 
@@ -20,8 +21,10 @@ def best_of(values, ids):
 
 @triton.jit
 def _tiles_kernel(
-    logits, temperature, threshold, seeds, positions, best, best_ids, vocabulary, row_stride, tiles, stream,
-    TILE: tl.constexpr, NOISY: tl.constexpr, FILTERED: tl.constexpr, OVERLAP: tl.constexpr,
+    logits, temperature, threshold, seeds, positions, streams, column_ids, best, best_ids, vocabulary, row_stride,
+    tiles,
+    TILE: tl.constexpr, NOISY: tl.constexpr, FILTERED: tl.constexpr, STREAMS: tl.constexpr, MAPPED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row, tile = tl.program_id(0), tl.program_id(1)
     source = logits + row.to(tl.int64) * row_stride
@@ -35,8 +38,14 @@ def _tiles_kernel(
             values = values / heat
             if FILTERED:
                 values = tl.where(values < tl.load(threshold + row), float('-inf'), values)
-            quads = tile * (TILE // 4) + tl.arange(0, TILE // 4)
-            values += gumbel_tile(tl.load(seeds + row), tl.load(positions + row), quads, stream, TILE)
+            stream = tl.load(streams + row) if STREAMS else tl.full((), 0, tl.int64)
+            seed, position = tl.load(seeds + row), tl.load(positions + row)
+            if MAPPED:
+                mapped = tl.load(column_ids + ids, mask=ids < vocabulary, other=0)
+                values += gumbel_at_ids(seed, position, mapped, stream)
+            else:
+                quads = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+                values += gumbel_tile(seed, position, quads, stream, TILE)
     top, top_id = best_of(values, ids)
     tl.store(best + row * tiles + tile, top)
     tl.store(best_ids + row * tiles + tile, top_id)
@@ -49,21 +58,25 @@ def _best_tile_kernel(best, best_ids, out, tiles, vocabulary, PAD: tl.constexpr,
     values = tl.load(best + row * tiles + lane, mask=lane < tiles, other=float('-inf'))
     ids = tl.load(best_ids + row * tiles + lane, mask=lane < tiles, other=2147483647)
     release(OVERLAP)
-    _, winner = best_of(values, ids)
-    tl.store(out + row, tl.minimum(winner, vocabulary - 1).to(tl.int64))  # a row of NaN has no winner
+    top, winner = best_of(values, ids)
+    winner = tl.minimum(winner, vocabulary - 1)  # a row of NaN has no winner
+    tl.store(out + row, tl.where(top == float('-inf'), -1, winner).to(tl.int64))
 
 
-def _pick(logits: Tensor, noise: tuple[Tensor, Tensor | None, Tensor, Tensor, int] | None) -> Tensor:
+def _pick(
+    logits: Tensor, temperature: Tensor | None, threshold: Tensor | None, noise: Noise | None, ids: Tensor | None
+) -> Tensor:
     rows, vocabulary = logits.shape
     tiles = triton.cdiv(vocabulary, TILE)
     device, options = logits.device, launch_options(logits.device)
     best = torch.empty(rows, tiles, dtype=torch.float32, device=device)
     best_ids = torch.empty(rows, tiles, dtype=torch.int32, device=device)
     out = torch.empty(rows, dtype=torch.int64, device=device)
-    temperature, threshold, seeds, positions, stream = noise or (None, None, None, None, 0)
+    seeds, positions, streams = (None, None, None) if noise is None else (noise.seeds, noise.positions, noise.streams)
     _tiles_kernel[(rows, tiles)](
-        logits, temperature, threshold, seeds, positions, best, best_ids, vocabulary, logits.stride(0), tiles, stream,
-        TILE=TILE, NOISY=noise is not None, FILTERED=threshold is not None, num_warps=8, **options,
+        logits, temperature, threshold, seeds, positions, streams, ids, best, best_ids, vocabulary, logits.stride(0),
+        tiles, TILE=TILE, NOISY=noise is not None, FILTERED=threshold is not None, STREAMS=streams is not None,
+        MAPPED=ids is not None, num_warps=8, **options,
     )  # fmt: skip
     pad = triton.next_power_of_2(tiles)
     _best_tile_kernel[(rows,)](best, best_ids, out, tiles, vocabulary, PAD=pad, num_warps=1, **options)
@@ -71,10 +84,10 @@ def _pick(logits: Tensor, noise: tuple[Tensor, Tensor | None, Tensor, Tensor, in
 
 
 def argmax(logits: Tensor) -> Tensor:
-    return _pick(logits.reshape(-1, logits.shape[-1]), None).view(logits.shape[:-1])
+    return _pick(logits.reshape(-1, logits.shape[-1]), None, None, None, None).view(logits.shape[:-1])
 
 
 def noisy_argmax(
-    logits: Tensor, temperature: Tensor, threshold: Tensor | None, seeds: Tensor, positions: Tensor, stream: int
+    logits: Tensor, temperature: Tensor, threshold: Tensor | None, noise: Noise, ids: Tensor | None
 ) -> Tensor:
-    return _pick(logits, (temperature, threshold, seeds, positions, stream))
+    return _pick(logits, temperature, threshold, noise, ids)

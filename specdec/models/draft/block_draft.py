@@ -133,6 +133,13 @@ class BlockDraft:
             logits = logits * config.output_multiplier
         return logits if config.softcap is None else torch.tanh(logits / config.softcap) * config.softcap
 
+    @property
+    def column_ids(self) -> Tensor | None:
+        """Target ids of the logits' columns [Vd], None where they are the columns."""
+        return (
+            None if self.offsets is None else torch.arange(len(self.offsets), device=self.offsets.device) + self.offsets
+        )
+
     def target_ids(self, tokens: Tensor) -> Tensor:
         """Draft ids -> target ids."""
         return tokens if self.offsets is None else tokens + self.offsets[tokens]

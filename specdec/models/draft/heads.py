@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.kernels.markov import MarkovWeights, Pick, markov_chain
+from specdec.kernels.markov import ChainDraws, MarkovWeights, Pick, markov_chain
 from specdec.layers.weights import Destination
 from specdec.models.configs import DraftConfig
 
@@ -25,10 +25,16 @@ class MarkovHead:
         self.chain_weights = MarkovWeights(w1, w2, kind, *gate, *joint, offsets)
 
     def chain(
-        self, base_logits: Tensor, hidden: Tensor, lead: Tensor | None, anchors: Tensor, pick: Pick | None = None
+        self,
+        base_logits: Tensor,
+        hidden: Tensor,
+        lead: Tensor | None,
+        anchors: Tensor,
+        pick: Pick | None = None,
+        draws: ChainDraws | None = None,
     ) -> tuple[Tensor, Tensor]:
         """kernels.markov.markov_chain with this head's weights."""
-        return markov_chain(base_logits, hidden, lead, anchors, self.chain_weights, pick)
+        return markov_chain(base_logits, hidden, lead, anchors, self.chain_weights, pick, draws)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Markov embeddings of target ids [...] -> [..., r]."""
