@@ -21,6 +21,15 @@ MAX_STOP_IDS = 64  # stop token ids per request, model's EOS ids included: the w
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_LENGTH = 256
+MAX_BANNED_IDS = 256  # ids that a request may never emit, EOS ids and bad words of one token included
+MAX_ALLOWED_IDS = 16384
+MAX_BAD_WORDS = 64  # device tables again: bad words of several tokens, and how many tokens each may have
+MAX_BAD_WORD_TOKENS = 16
+MAX_LOGIT_BIAS = 512
+MAX_CHOICES = 128
+MAX_NGRAM = 1024
+DRAFT_SAMPLINGS = ('greedy', 'coupled', 'probabilistic')
+LOGPROBS_MODES = (None, 'raw_logprobs', 'processed_logprobs')
 
 
 # ------------------------------------------------------------------------------------------------ engine settings
@@ -82,7 +91,7 @@ class PytorchEngineConfig:
     def __post_init__(self) -> None:
         _choice('dtype', self.dtype, DTYPES)
         _choice('device_type', self.device_type, ('auto', 'cpu', 'cuda'))
-        _choice('logprobs_mode', self.logprobs_mode, (None, 'raw_logprobs'))
+        _choice('logprobs_mode', self.logprobs_mode, LOGPROBS_MODES)
         for name in ('tp', 'dp', 'ep'):
             if getattr(self, name) != 1:
                 raise ConfigError(name, getattr(self, name), 'the embedded engine runs on one rank; use 1')
@@ -115,16 +124,19 @@ class SpeculativeConfig:
 
     `model` is a draft checkpoint (folder or hub name); '' means the drafts bundled with the target.
     `num_speculative_tokens` is K, the drafted tokens verified per step; None = as trained.
-    `dflash_block_size` is K + 1, the verified rows of a DFlash step.
+    `dflash_block_size` is K + 1, the verified rows of a DFlash step. `draft_sampling`: how sampling requests draw their
+    drafts (docs/exactness.md); 'probabilistic' needs memory for the drafts' distributions and must be chosen here.
     """
 
     method: str
     model: str = ''
     num_speculative_tokens: int | None = None
     dflash_block_size: int | None = None
+    draft_sampling: str = 'coupled'
 
     def __post_init__(self) -> None:
         _choice('method', self.method, METHODS)
+        _choice('draft_sampling', self.draft_sampling, DRAFT_SAMPLINGS)
         if self.num_speculative_tokens is not None:
             _at_least('num_speculative_tokens', self.num_speculative_tokens, 1)
         if self.dflash_block_size is None:
@@ -161,7 +173,10 @@ class ChatTemplateConfig:
 class GenerationConfig:
     """What one request asks for. Fields and order are LMDeploy's, then ours.
 
-    `speculative=False` turns drafting off for this request; `num_speculative_tokens` caps its verified drafts.
+    `speculative=False` turns drafting off for this request; `num_speculative_tokens` caps its verified drafts;
+    `draft_sampling` None is the engine's. `thinking_budget`: tokens that a reasoning section may have.
+    `response_format`: a grammar that the answer follows (engine/grammar.py lists the types). With `n` > 1 choice i has
+    seed + i.
     """
 
     n: int = 1
@@ -197,16 +212,22 @@ class GenerationConfig:
     repetition_ngram_threshold: int = 0
     speculative: bool = True
     num_speculative_tokens: int | None = None
+    draft_sampling: str | None = None
+    thinking_budget: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
         _generation_ranges(self)
+        _generation_rules(self)
         _refuse_unless_default(self, _GENERATION_DEFAULT_ONLY, RequestError)
 
 
 _GENERATION_DEFAULT_ONLY = (
-    'n', 'repetition_penalty', 'bad_words', 'bad_token_ids', 'logprob_start_len', 'response_format',
-    'logits_processors', 'output_logits', 'output_last_hidden_state', 'return_ppl', 'with_cache', 'preserve_cache',
-    'migration_request', 'return_routed_experts', 'repetition_ngram_size', 'repetition_ngram_threshold',
+    'logprob_start_len', 'logits_processors', 'output_logits', 'output_last_hidden_state', 'return_ppl', 'with_cache',
+    'preserve_cache', 'migration_request', 'return_routed_experts',
 )  # fmt: skip
 
 
@@ -217,13 +238,21 @@ def _generation_ranges(c: GenerationConfig) -> None:
         _at_least('min_new_tokens', c.min_new_tokens, 0, RequestError)
         if c.max_new_tokens is not None and c.min_new_tokens > c.max_new_tokens:
             raise RequestError('min_new_tokens', c.min_new_tokens, f'must not exceed max_new_tokens={c.max_new_tokens}')
-    for name, low, high in (('top_p', 0.0, 1.0), ('min_p', 0.0, 1.0), ('temperature', 0.0, 2.0)):
+    _at_least('n', c.n, 1, RequestError)
+    if c.n > MAX_CHOICES:
+        raise RequestError('n', c.n, f'at most {MAX_CHOICES}')
+    for name, low, high in (
+        ('top_p', 0.0, 1.0), ('min_p', 0.0, 1.0), ('temperature', 0.0, 2.0), ('repetition_penalty', 0.0, 10.0),
+        ('presence_penalty', -2.0, 2.0), ('frequency_penalty', -2.0, 2.0),
+    ):  # fmt: skip
         value = getattr(c, name)
         _number(name, value, RequestError)
         if not low <= value <= high:
             raise RequestError(name, value, f'must lie in [{low:g}, {high:g}]')
     if c.top_p == 0:
         raise RequestError('top_p', c.top_p, 'must be above 0; for greedy decoding set do_sample=False')
+    if c.repetition_penalty == 0:
+        raise RequestError('repetition_penalty', c.repetition_penalty, 'must be above 0; 1 penalises nothing')
     _at_least('top_k', c.top_k, 0, RequestError)
     if c.random_seed is not None:
         _integer('random_seed', c.random_seed, RequestError)
@@ -233,13 +262,11 @@ def _generation_ranges(c: GenerationConfig) -> None:
             raise RequestError('logprobs', c.logprobs, f'at most {MAX_LOGPROBS}')
     if c.num_speculative_tokens is not None:
         _at_least('num_speculative_tokens', c.num_speculative_tokens, 0, RequestError)
-    _stop_strings(c.stop_words)
-    for name in ('stop_token_ids', 'bad_token_ids'):
-        ids = getattr(c, name)
-        if ids is not None and (
-            not isinstance(ids, (list, tuple)) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids)
-        ):
-            raise RequestError(name, ids, 'must be a list of token ids')
+    _strings('stop_words', c.stop_words, MAX_STOP_STRINGS)
+    for name, limit in (
+        ('stop_token_ids', MAX_STOP_IDS), ('bad_token_ids', MAX_BANNED_IDS), ('allowed_token_ids', MAX_ALLOWED_IDS),
+    ):  # fmt: skip
+        _token_ids(name, getattr(c, name), limit)
     for name in (
         'do_sample',
         'ignore_eos',
@@ -252,18 +279,64 @@ def _generation_ranges(c: GenerationConfig) -> None:
             raise RequestError(name, getattr(c, name), 'must be True or False')
 
 
-def _stop_strings(words: list[str] | None) -> None:
+def _generation_rules(c: GenerationConfig) -> None:
+    """Fields that rule tokens in or out, or end the text, each within its limits."""
+    _strings('bad_words', c.bad_words, MAX_BAD_WORDS)
+    if c.allowed_token_ids is not None and not c.allowed_token_ids:
+        raise RequestError('allowed_token_ids', c.allowed_token_ids, 'allows no token; leave it out, or name some')
+    if c.draft_sampling is not None and c.draft_sampling not in DRAFT_SAMPLINGS:
+        remedy = 'must be one of ' + ', '.join(map(repr, DRAFT_SAMPLINGS))
+        raise RequestError('draft_sampling', c.draft_sampling, remedy)
+    if c.thinking_budget is not None:
+        _at_least('thinking_budget', c.thinking_budget, 0, RequestError)
+    for name in ('repetition_ngram_size', 'repetition_ngram_threshold'):
+        _at_least(name, getattr(c, name), 0, RequestError)
+    if c.repetition_ngram_size > 0 == c.repetition_ngram_threshold:
+        raise RequestError('repetition_ngram_size', c.repetition_ngram_size, 'needs repetition_ngram_threshold')
+    if c.repetition_ngram_threshold > 0 == c.repetition_ngram_size:
+        raise RequestError('repetition_ngram_threshold', c.repetition_ngram_threshold, 'needs repetition_ngram_size')
+    if c.repetition_ngram_size > MAX_NGRAM:
+        raise RequestError('repetition_ngram_size', c.repetition_ngram_size, f'at most {MAX_NGRAM} tokens')
+    _logit_bias(c.logit_bias)
+    if c.response_format is not None and not isinstance(c.response_format, dict):
+        raise RequestError('response_format', c.response_format, "must be a dictionary with a 'type'")
+
+
+def _logit_bias(bias: dict[int, float] | None) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, dict):
+        raise RequestError('logit_bias', bias, 'must be a dictionary: token id to number')
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise RequestError('logit_bias', f'{len(bias)} entries', f'at most {MAX_LOGIT_BIAS}')
+    for token_id, value in bias.items():
+        _integer('logit_bias', token_id, RequestError)
+        _number('logit_bias', value, RequestError)
+        if not -100 <= value <= 100:
+            raise RequestError('logit_bias', value, 'each must lie in [-100, 100]')
+
+
+def _token_ids(name: str, ids: list[int] | None, limit: int) -> None:
+    if ids is None:
+        return
+    if not isinstance(ids, (list, tuple)) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise RequestError(name, ids, 'must be a list of token ids')
+    if len(set(ids)) > limit:
+        raise RequestError(name, f'{len(set(ids))} ids', f'at most {limit}')
+
+
+def _strings(name: str, words: list[str] | None, limit: int) -> None:
     if words is None:
         return
     if isinstance(words, str) or not isinstance(words, (list, tuple)):
-        raise RequestError('stop_words', words, 'must be a list of strings')
-    if len(words) > MAX_STOP_STRINGS:
-        raise RequestError('stop_words', f'{len(words)} strings', f'at most {MAX_STOP_STRINGS}')
+        raise RequestError(name, words, 'must be a list of strings')
+    if len(words) > limit:
+        raise RequestError(name, f'{len(words)} strings', f'at most {limit}')
     for word in words:
         if not isinstance(word, str) or not word:
-            raise RequestError('stop_words', word, 'each must be a non-empty string')
+            raise RequestError(name, word, 'each must be a non-empty string')
         if len(word) > MAX_STOP_STRING_LENGTH:
-            raise RequestError('stop_words', word, f'each at most {MAX_STOP_STRING_LENGTH} characters')
+            raise RequestError(name, word, f'each at most {MAX_STOP_STRING_LENGTH} characters')
 
 
 # ------------------------------------------------------------------------------------------------- what comes back
@@ -288,7 +361,10 @@ class SpeculationStats:
 
 @dataclass(slots=True)
 class Response:
-    """A piece of output (streaming) or the whole of it. The stop token is counted in neither text nor token_ids."""
+    """A piece of output (streaming) or the whole of it. The stop token is counted in neither text nor token_ids.
+
+    `index`: which prompt it answers; `choice`: which of its n answers.
+    """
 
     text: str = ''
     generate_token_len: int = 0
@@ -305,6 +381,7 @@ class Response:
     error_message: str | None = None
     seed: int | None = None
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    choice: int = 0
 
     def extend(self, other: 'Response') -> 'Response':
         """Fold the next streamed piece into this one; scalar fields come from the newer piece."""
@@ -318,6 +395,7 @@ class Response:
             'input_token_len',
             'finish_reason',
             'index',
+            'choice',
             'error_code',
             'error_message',
             'seed',
@@ -333,8 +411,10 @@ class SamplingParams:
     """A request's settings, resolved and checked: what the engine needs and nothing else.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing. `max_drafts` None is the engine's K;
-    0 turns drafting off. `stop_ids` end the request (after min_new_tokens); `banned_ids` are never emitted.
-    `logprobs` None gives none, k the emitted token's and the k best.
+    0 turns drafting off. `stop_ids` end the request (after min_new_tokens); `banned_ids` are never emitted, nor is the
+    last token of a `bad_words` entry behind the others; `allowed_ids`, if any, are all there is. `logprobs` None gives
+    none, k the emitted token's and the k best. `think_ids`: tokens that open and close a reasoning section;
+    `thinking_budget`: tokens that one may have. `grammar`: compiled, in xgrammar's serialised form.
     """
 
     max_new_tokens: int
@@ -348,13 +428,33 @@ class SamplingParams:
     banned_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     max_drafts: int | None = None
+    draft_sampling: str = 'greedy'
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_ids: tuple[int, ...] = ()
+    think_ids: tuple[int, int] | None = None
+    thinking_budget: int | None = None
+    grammar: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
+    """`after`: a request whose prompt this one shares; it is admitted once that prompt has been computed, or left."""
+
     request_id: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    after: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarVocabulary:
+    """What the engine must know of the tokenizer before the first request with a grammar, as xgrammar serialises it."""
+
+    data: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +462,8 @@ class EngineInfo:
     """What the other side of the engine has to know of it; sent once, when the engine is ready.
 
     `folder` is the target's local folder (tokenizer and chat template lie there); `num_drafts` is K, 0 without a draft;
-    `eos_ids` are those of the checkpoint's generation_config and config.
+    `eos_ids` are those of the checkpoint's generation_config and config; `draft_sampling` is what requests get by
+    default.
     """
 
     model_name: str
@@ -374,6 +475,7 @@ class EngineInfo:
     eos_ids: tuple[int, ...] = ()
     device: str = 'cpu'
     dtype: str = 'float32'
+    draft_sampling: str = 'greedy'
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,7 +539,8 @@ class ErrorInfo:
 class RequestOutput:
     """What one step gave one request.
 
-    `token_ids` include a stop token that ended it. `decode` is False for the token sampled by the last prompt chunk;
+    `token_ids` include a stop token that ended it; they may be empty where no token was allowed (finish_reason
+    'error'). `decode` is False for the token sampled by the last prompt chunk;
     then `drafted` is 0. `logprobs[i]` maps token ids to log-probabilities, the emitted token's first.
     """
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from specdec.agent.state import (
     ANCHOR,
     CAP,
+    DRAFT_SAMPLING,
     END,
     LENGTH,
     MIN_P,
@@ -29,8 +30,8 @@ from specdec.agent.transfer import to_device
 from specdec.kernels.kv_cache import cache_slots
 from specdec.kernels.paged_attention import RowLayout
 from specdec.models.target import Rows
-from specdec.plan import Chunk, StepPlan
-from specdec.spec_decode.logits import Sampling, Stages
+from specdec.plan import Chunk, Stage, StepPlan
+from specdec.spec_decode.logits import LogitRows, Sampling
 from specdec.spec_decode.verify_length import fixed
 
 
@@ -38,9 +39,8 @@ from specdec.spec_decode.verify_length import fixed
 class Batch:
     """One step's tensors. B requests, of which the last P draw tokens; T rows, of which R have logits.
 
-    `slots` [B]; `num_absorbing` = B - P; `verify_lengths` [P] (0 for a chunk's end); `drafts` [P, K]; `sampling` of the
-    P; `logit_rows` [R]: packed row of each logits row, None if they are the same; `logit_offsets` [P + 1]: request p's
-    logits rows; `logit_requests` [R]: which of the P; `draw_positions` [R]: position of the token that the row draws.
+    `slots` [B]; `num_absorbing` = B - P; `logit_rows` [R]: packed row of each logits row, None if they are the same;
+    `drawing`: whose they are, the P requests' drafts and verify lengths (0 for a chunk's end); `sampling` of the P.
 
     Where rows are padded, those behind the last offset belong to nobody: they write to the scratch page.
     """
@@ -48,13 +48,9 @@ class Batch:
     rows: Rows
     slots: Tensor
     num_absorbing: int
-    verify_lengths: Tensor
-    drafts: Tensor
-    sampling: Sampling
     logit_rows: Tensor | None
-    logit_offsets: Tensor
-    logit_requests: Tensor
-    draw_positions: Tensor
+    drawing: LogitRows
+    sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +66,7 @@ class _Packed:
 
 
 def decode_batch(
-    state: SlotState, slots: Tensor, table_width: int, num_rows: int | None, page_size: int, stages: Stages
+    state: SlotState, slots: Tensor, table_width: int, num_rows: int | None, page_size: int, stages: Stage
 ) -> Batch:
     """A step without prompt chunks. `num_rows` pads the rows; None fits them: the host then waits for the device."""
     page_table = state.page_table[slots, :table_width]
@@ -81,17 +77,13 @@ def decode_batch(
         rows=Rows(packed.ids, packed.positions, packed.entries, layout),
         slots=slots,
         num_absorbing=0,
-        verify_lengths=lengths,
-        drafts=drafts,
-        sampling=_sampling(state, slots, ints, stages),
         logit_rows=None,
-        logit_offsets=packed.offsets,
-        logit_requests=packed.requests,
-        draw_positions=packed.positions + 1,
+        drawing=LogitRows(packed.requests, packed.offsets, packed.positions + 1, drafts, lengths),
+        sampling=_sampling(state, slots, ints, stages),
     )
 
 
-def mixed_batch(state: SlotState, plan: StepPlan, pad: bool, page_size: int, stages: Stages) -> Batch:
+def mixed_batch(state: SlotState, plan: StepPlan, pad: bool, page_size: int, stages: Stage) -> Batch:
     """A step with prompt chunks, and decoding rows behind them if there are any, padded to a bound if `pad`."""
     device, num_chunks, absorbing = state.device, len(plan.chunks), plan.num_absorbing
     num_final = num_chunks - absorbing
@@ -116,28 +108,32 @@ def mixed_batch(state: SlotState, plan: StepPlan, pad: bool, page_size: int, sta
         rows=Rows(packed.ids, packed.positions, packed.entries, layout),
         slots=slots,
         num_absorbing=absorbing,
-        verify_lengths=F.pad(lengths, (num_final, 0)),
-        drafts=drafts,
-        sampling=_sampling(state, drawing, ints, stages),
         logit_rows=logit_rows,
-        logit_offsets=logit_offsets,
-        logit_requests=logit_requests,
-        draw_positions=packed.positions[logit_rows] + 1,
+        drawing=LogitRows(
+            requests=logit_requests,
+            offsets=logit_offsets,
+            draw_positions=packed.positions[logit_rows] + 1,
+            drafts=drafts,
+            verify_lengths=F.pad(lengths, (num_final, 0)),
+        ),
+        sampling=_sampling(state, drawing, ints, stages),
     )
 
 
-def _sampling(state: SlotState, slots: Tensor, ints: Tensor, stages: Stages) -> Sampling:
-    floats = state.floats[slots] if stages.samples else state.floats[:0]
+def _sampling(state: SlotState, slots: Tensor, ints: Tensor, stages: Stage) -> Sampling:
+    floats = state.floats[slots] if Stage.NOISE in stages else state.floats[:0]
     return Sampling(
+        slots=slots,
         seeds=ints[:, SEED],
         top_k=ints[:, TOP_K],
         stop_from=ints[:, STOP_FROM],
         end=ints[:, END],
+        draft_sampling=ints[:, DRAFT_SAMPLING],
         temperature=floats[:, TEMPERATURE],
         top_p=floats[:, TOP_P],
         min_p=floats[:, MIN_P],
         stop_ids=state.stop_ids[slots],
-        banned_ids=state.banned_ids[slots] if stages.bans else state.banned_ids[:0],
+        banned_ids=state.banned_ids[slots] if Stage.BANS in stages else state.banned_ids[:0],
     )
 
 

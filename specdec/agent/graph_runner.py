@@ -14,14 +14,13 @@ from torch import Tensor
 from specdec.agent.batch import decode_batch
 from specdec.agent.step_model import Judged, StepModel
 from specdec.agent.transfer import to_device
-from specdec.plan import StepPlan
-from specdec.spec_decode.logits import Stages
+from specdec.plan import NO_STAGE, RULES, Stage, StepPlan
 
 CaptureProgress = Callable[[int, int], None]  # graphs captured, graphs in all
 
-GREEDY = Stages(samples=False, filters=False, bans=False)
-SAMPLED = Stages(samples=True, filters=False, bans=True)
-FILTERED = Stages(samples=True, filters=True, bans=True)
+GREEDY = NO_STAGE
+SAMPLED = Stage.NOISE | Stage.DRAFT_NOISE | Stage.BANS
+FULL = SAMPLED | Stage.FILTERS | RULES
 
 
 def batch_buckets(max_batch_size: int) -> tuple[int, ...]:
@@ -35,13 +34,6 @@ def bucket_for(size: int, buckets: Iterable[int]) -> int | None:
     return next((bucket for bucket in buckets if bucket >= size), None)
 
 
-def stages_for(plan: StepPlan) -> Stages:
-    """The captured variant that covers a plan: stages beyond what a request asked for leave its rows alone."""
-    if plan.samples and plan.filters:
-        return FILTERED
-    return SAMPLED if plan.samples or plan.bans else GREEDY
-
-
 @dataclass(frozen=True, slots=True)
 class DraftGraph:
     graph: torch.cuda.CUDAGraph
@@ -50,11 +42,11 @@ class DraftGraph:
 
 @dataclass(frozen=True, slots=True)
 class StepGraphs:
-    """Graphs of a (batch, rows) bucket: the target's, the draft's by (stages, drafting); `slots` [B] is their input."""
+    """Graphs of a (batch, rows) bucket: the target's, the draft's by (variant, drafting); `slots` [B] is the input."""
 
     slots: Tensor
     target: torch.cuda.CUDAGraph
-    drafts: dict[tuple[Stages, bool], DraftGraph]
+    drafts: dict[tuple[Stage, bool], DraftGraph]
 
 
 class GraphRunner:
@@ -68,6 +60,8 @@ class GraphRunner:
         self.buckets = tuple(sorted(set(sizes))) if sizes else batch_buckets(max_batch_size)
         self.graphs: dict[tuple[int, int], StepGraphs] = {}
         self.replays = 0
+        probabilistic = len(model.state.draft_probabilities) > 0
+        self.stages = (GREEDY, SAMPLED, FULL | Stage.RATIO if probabilistic else FULL)
 
     def capture(self, progress: CaptureProgress | None = None) -> None:
         """Capture every bucket, the largest first so that the others fit into its memory."""
@@ -83,9 +77,9 @@ class GraphRunner:
         """With every draft verified, or none: what fixed lengths need."""
         return {1, self.model.state.num_drafts + 1}
 
-    def _variants(self, batch: int, rows: int) -> list[tuple[Stages, bool]]:
+    def _variants(self, batch: int, rows: int) -> list[tuple[Stage, bool]]:
         may_draft = self.model.state.num_drafts > 0
-        draws = [(stages, may_draft) for stages in (GREEDY, SAMPLED, FILTERED)]
+        draws = [(stages, may_draft) for stages in self.stages]
         return draws + ([(stages, False) for stages, _ in draws] if may_draft and rows == batch else [])
 
     @torch.inference_mode()
@@ -94,7 +88,7 @@ class GraphRunner:
         slots = torch.zeros(batch, dtype=torch.int64, device=state.device)
 
         def target_phase():
-            prepared = decode_batch(state, slots, self.table_width, rows, model.page_size, FILTERED)
+            prepared = decode_batch(state, slots, self.table_width, rows, model.page_size, self.stages[-1])
             return (prepared, *model.run_target(prepared))
 
         stream = torch.cuda.Stream()
@@ -115,8 +109,12 @@ class GraphRunner:
             drafts[stages, drafting] = DraftGraph(graph, judged)
         return StepGraphs(slots, target, drafts)
 
-    def run(self, plan: StepPlan) -> Judged | None:
-        """Replay the step, or None if no graph fits it: then it runs eagerly."""
+    def stages_for(self, plan: StepPlan) -> Stage:
+        """The captured variant that covers a plan: stages beyond what a request asked for leave its rows alone."""
+        return next(stages for stages in self.stages if plan.stages in stages)
+
+    def run(self, plan: StepPlan, between: Callable[[], None]) -> Judged | None:
+        """Replay the step, or None if no graph fits it: then it runs eagerly. `between` runs between its phases."""
         if plan.chunks:
             return None
         batch = bucket_for(len(plan.decodes), self.buckets)
@@ -127,11 +125,12 @@ class GraphRunner:
         graphs = self.graphs.get((batch, rows)) if rows is not None else None
         if graphs is None:
             return None
-        draft = graphs.drafts.get((stages_for(plan), plan.num_drafting > 0))
+        draft = graphs.drafts.get((self.stages_for(plan), plan.num_drafting > 0))
         if draft is None:
             return None
         graphs.slots.copy_(to_device([*plan.decodes, *[0] * padding], graphs.slots.device), non_blocking=True)
         graphs.target.replay()
+        between()
         draft.graph.replay()
         self.replays += 1
         return draft.judged

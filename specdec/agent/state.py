@@ -8,35 +8,53 @@ import torch
 from torch import Tensor
 
 from specdec.agent.transfer import to_device
-from specdec.messages import MAX_STOP_IDS
-from specdec.plan import Admit, StepPlan
+from specdec.messages import DRAFT_SAMPLINGS, MAX_BANNED_IDS, MAX_STOP_IDS, SamplingParams
+from specdec.plan import RULES, Admit, Stage, StepPlan
+from specdec.spec_decode.rules import HEAD, NO_ID, NO_OUTPUT, NOT_THINKING, Rules
 
 # columns of `ints`: per-request integers live side by side, so that one gather fetches them all; the first three are
 # what a step changes
-LENGTH, ANCHOR, NUM_DRAFTS, CAP, END, STOP_FROM, SEED, TOP_K = range(8)
+LENGTH, ANCHOR, NUM_DRAFTS, CAP, END, STOP_FROM, SEED, TOP_K, DRAFT_SAMPLING = range(9)
 # columns of `floats`
 TEMPERATURE, TOP_P, MIN_P = range(3)
-NO_ID = -1  # fills the id lists; equal to no token
 
 
 class SlotState:
-    """Tensors with one row per slot: ints [S, 8] int64, floats [S, 3] fp32, drafts [S, K] and survival [S, K] fp32,
-    stop_ids and banned_ids [S, MAX_STOP_IDS], page_table [S, P] int32 whose unused entries are 0. `padded`: steps have
-    rows beyond their requests', so that the host need not know how many there are.
+    """Tensors with one row per slot: ints [S, 9] int64, floats [S, 3] fp32, drafts [S, K] and survival [S, K] fp32,
+    stop_ids and banned_ids [S, n], page_table [S, P] int32 whose unused entries are 0; `rules`: what logits rules go
+    by; `draft_probabilities` [S, K, V] fp32, or nothing unless `probabilistic`. `padded`: steps have rows beyond their
+    requests', so that the host need not know how many there are.
     """
 
     def __init__(
-        self, num_slots: int, num_drafts: int, table_width: int, device: torch.device, padded: bool = False
+        self,
+        num_slots: int,
+        num_drafts: int,
+        table_width: int,
+        vocabulary: int,
+        device: torch.device,
+        padded: bool = False,
+        probabilistic: bool = False,
     ) -> None:
         self.device, self.padded = device, padded
         self.num_drafts = num_drafts
-        self.ints = torch.zeros(num_slots, 8, dtype=torch.int64, device=device)
+        self.ints = torch.zeros(num_slots, 9, dtype=torch.int64, device=device)
         self.floats = torch.zeros(num_slots, 3, dtype=torch.float32, device=device)
         self.drafts = torch.zeros(num_slots, num_drafts, dtype=torch.int64, device=device)
         self.survival = torch.ones(num_slots, num_drafts, dtype=torch.float32, device=device)
         self.stop_ids = torch.full((num_slots, MAX_STOP_IDS), NO_ID, dtype=torch.int64, device=device)
-        self.banned_ids = torch.full((num_slots, MAX_STOP_IDS), NO_ID, dtype=torch.int64, device=device)
+        self.banned_ids = torch.full((num_slots, MAX_BANNED_IDS), NO_ID, dtype=torch.int64, device=device)
         self.page_table = torch.zeros(num_slots, table_width, dtype=torch.int32, device=device)
+        self.rules = Rules.allocate(num_slots, num_drafts, vocabulary, device)
+        shape = (num_slots, num_drafts, vocabulary) if probabilistic else (0, num_drafts, vocabulary)
+        self.draft_probabilities = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._ruled_slots: set[int] = set()  # whose rows of `rules` are not blank
+
+    @staticmethod
+    def bytes_for(num_slots: int, num_drafts: int, vocabulary: int, probabilistic: bool) -> int:
+        """What the parts that grow with the vocabulary take; the others are small."""
+        proposals = 4 * num_slots * num_drafts * vocabulary if probabilistic else 0
+        return Rules.bytes_for(num_slots, num_drafts, vocabulary) + proposals
 
     def apply(self, plan: StepPlan) -> None:
         """The host's records: new tenants of slots first, then page-table entries."""
@@ -50,16 +68,77 @@ class SlotState:
         slot, params = admit.slot, admit.params
         cap = self.num_drafts if params.max_drafts is None else min(params.max_drafts, self.num_drafts)
         seed = params.seed - 2**64 if params.seed >= 2**63 else params.seed  # the same bits as int64
-        ints = (admit.length, 0, 0, cap, admit.end, admit.stop_from, seed, params.top_k)
+        drawn = DRAFT_SAMPLINGS.index(params.draft_sampling)
+        ints = (admit.length, 0, 0, cap, admit.end, admit.stop_from, seed, params.top_k, drawn)
         self.ints[slot] = to_device(ints, self.device)
         floats = (params.temperature, params.top_p, params.min_p)
         self.floats[slot] = to_device(floats, self.device, torch.float32)
-        self.stop_ids[slot] = self._id_list(params.stop_ids)
-        self.banned_ids[slot] = self._id_list(params.banned_ids)
+        self.stop_ids[slot] = self._id_list(params.stop_ids, MAX_STOP_IDS)
+        self.banned_ids[slot] = self._id_list(params.banned_ids, MAX_BANNED_IDS)
         self.page_table[slot] = 0
+        if slot in self._ruled_slots:
+            self._blank_rules(slot)
+        if admit.stages & RULES:
+            self._admit_rules(admit)
 
-    def _id_list(self, ids: tuple[int, ...]) -> Tensor:
-        return to_device(ids + (NO_ID,) * (MAX_STOP_IDS - len(ids)), self.device)
+    def _id_list(self, ids: tuple[int, ...], width: int) -> Tensor:
+        return to_device(ids + (NO_ID,) * (width - len(ids)), self.device)
+
+    def _blank_rules(self, slot: int) -> None:
+        rules, tables = self.rules, self.rules.tables
+        tables.penalties[slot] = to_device((1, 0, 0), self.device, torch.float32)
+        tables.bias_values[slot] = 0
+        tables.num_bias[slot] = 0
+        tables.masks[slot] = -1
+        rules.word_ends[slot] = NO_ID
+        rules.thinking[slot] = NO_ID
+        self._ruled_slots.discard(slot)
+
+    def _admit_rules(self, admit: Admit) -> None:
+        """What its rules need; the history is the request's own prompt and what it has emitted, whatever was cached."""
+        slot, params, stages = admit.slot, admit.params, admit.stages
+        tables = self.rules.tables
+        self._ruled_slots.add(slot)
+        if Stage.PENALTIES in stages:
+            strengths = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+            tables.penalties[slot] = to_device(strengths, self.device, torch.float32)
+            tables.counts[slot] = 0
+            tables.counts[slot].index_fill_(0, to_device(admit.prompt_ids, self.device), 1)
+            emitted = to_device(admit.output_ids, self.device)
+            tables.counts[slot].index_add_(0, emitted, torch.full_like(emitted, 2, dtype=torch.int32))
+        if Stage.BIAS in stages:
+            count = len(params.logit_bias)
+            tables.bias_ids[slot, :count] = to_device([i for i, _ in params.logit_bias], self.device)
+            values = to_device([value for _, value in params.logit_bias], self.device, torch.float32)
+            tables.bias_values[slot, :count] = values
+            tables.num_bias[slot] = count
+        if Stage.WORDS in stages:
+            self._admit_words(slot, params.bad_words, admit.output_ids)
+        if params.allowed_ids:
+            tables.masks[slot] = mask_words(params.allowed_ids, tables.counts.shape[1]).to(self.device)
+        if Stage.THINKING in stages:
+            self._admit_thinking(admit, params)
+
+    def _admit_words(self, slot: int, words: tuple[tuple[int, ...], ...], output_ids: tuple[int, ...]) -> None:
+        heads = [(NO_ID,) * (HEAD + 1 - len(word)) + word[:-1] for word in words]
+        self.rules.word_heads[slot, : len(words)] = to_device(heads, self.device)
+        self.rules.word_ends[slot, : len(words)] = to_device([word[-1] for word in words], self.device)
+        recent = output_ids[-HEAD:]
+        self.rules.recent[slot] = to_device((NO_OUTPUT,) * (HEAD - len(recent)) + recent, self.device)
+
+    def _admit_thinking(self, admit: Admit, params: SamplingParams) -> None:
+        assert params.think_ids is not None, 'a thinking budget without marks'
+        self.rules.thinking[admit.slot] = to_device((params.thinking_budget, *params.think_ids), self.device)
+        start = reasoning_start(admit.prompt_ids + admit.output_ids, params.think_ids)
+        if start is not None:
+            start = max(start, len(admit.prompt_ids))  # what the prompt has of it does not count
+        self.rules.think_starts[admit.slot] = NOT_THINKING if start is None else start
+
+    def write_masks(self, slots: list[int], masks: Tensor) -> None:
+        """This step's masks [n, K + 1, V / 32] int32, on the host, of slots whose requests follow a grammar."""
+        if self.device.type == 'cuda':
+            masks = masks.pin_memory().to(self.device, non_blocking=True)
+        self.rules.tables.masks.index_copy_(0, to_device(slots, self.device), masks)
 
     def commit(self, slots: Tensor, lengths: Tensor) -> None:
         """Chunks that draw no token: lengths [n] of slots [n]."""
@@ -81,3 +160,25 @@ class SlotState:
     def keep_survival(self, slots: Tensor, survival: Tensor) -> None:
         """Survivals [n, K] of the drafts just proposed."""
         self.survival.index_copy_(0, slots, survival)
+
+    def keep_draft_probabilities(self, slots: Tensor, probabilities: Tensor) -> None:
+        """What the drafts just proposed were drawn from [n, K, V]."""
+        self.draft_probabilities.index_copy_(0, slots, probabilities)
+
+
+def mask_words(ids: tuple[int, ...], vocabulary: int) -> Tensor:
+    """A mask that allows these ids [V / 32] int32, on the host."""
+    bits = torch.zeros(-(-vocabulary // 32) * 32, dtype=torch.int64)
+    bits[list(ids)] = 1
+    return (bits.view(-1, 32) << torch.arange(32)).sum(1).to(torch.int32)
+
+
+def reasoning_start(ids: tuple[int, ...], marks: tuple[int, int]) -> int | None:
+    """Position of the first token of the reasoning section that is open behind `ids`; None if none is."""
+    opening, closing = marks
+    for position in range(len(ids) - 1, -1, -1):
+        if ids[position] == closing:
+            return None
+        if ids[position] == opening:
+            return position + 1
+    return None

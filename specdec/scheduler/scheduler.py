@@ -9,8 +9,18 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from specdec.messages import EngineRequest, EngineStats, RequestOutput
-from specdec.plan import Admit, Chunk, PageUpdate, SlotResult, StepPlan, StepResult
+from specdec.messages import EngineRequest, EngineStats, ErrorInfo, RequestOutput, SamplingParams
+from specdec.plan import (
+    NO_STAGE,
+    Admit,
+    Chunk,
+    PageUpdate,
+    SlotResult,
+    Stage,
+    StepPlan,
+    StepResult,
+    stages_of,
+)
 from specdec.scheduler.pages import PagePool
 from specdec.scheduler.sequence import Sequence
 
@@ -50,6 +60,7 @@ class Scheduler:
         self._arrivals = 0
         self._free_slots = list(range(config.max_batch_size, 0, -1))
         self._in_flight: deque[_Launched] = deque()
+        self._followers: dict[int, list[Sequence]] = {}  # by the request whose prompt they wait for
         self._paused: list[Sequence] = []  # preempted with a step in flight; re-queued when it is read
         self._step = 0
 
@@ -58,18 +69,29 @@ class Scheduler:
         """Queue a request whose prompt was checked: 1 <= len(prompt_ids) < session_len."""
         prompt_length = len(request.prompt_ids)
         asked = request.params.max_drafts
+        max_drafts = self.config.num_drafts if asked is None else min(asked, self.config.num_drafts)
         sequence = Sequence(
             request=request,
             end=min(prompt_length + request.params.max_new_tokens, self.config.session_len),
-            max_drafts=self.config.num_drafts if asked is None else min(asked, self.config.num_drafts),
+            max_drafts=max_drafts,
+            stages=stages_of(request.params, max_drafts > 0),
             tokens=list(request.prompt_ids),
             prefill_end=prompt_length,
         )
         self._arrivals += 1
         self._order[request.request_id] = self._arrivals
         self._by_id[request.request_id] = sequence
-        self.waiting.append(sequence)
         self.stats.prompt_tokens += prompt_length
+        leader = self._by_id.get(request.after) if request.after is not None else None
+        if leader is not None and leader.computes_prompt and self.config.prefix_caching:
+            self._followers.setdefault(leader.request.request_id, []).append(sequence)
+        else:
+            self.waiting.append(sequence)
+
+    def _release_followers(self, leader: Sequence) -> None:
+        """Who waited for its prompt takes the place in the queue that his arrival gives him."""
+        for follower in self._followers.pop(leader.request.request_id, ()):
+            self._insert(self.waiting, follower)
 
     def abort(self, request_ids: Iterable[int]) -> list[RequestOutput]:
         """Drop requests at once; a step still computing for them is discarded when read. Unknown ids are no error."""
@@ -87,7 +109,7 @@ class Scheduler:
     def current_stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting) + len(self._paused),
+            num_waiting=len(self.waiting) + len(self._paused) + sum(map(len, self._followers.values())),
             num_free_slots=len(self._free_slots),
             num_pages=self.pages.num_pages - 1,
             num_pages_held=self.pages.num_held,
@@ -176,14 +198,25 @@ class Scheduler:
         if sequence.cached_tokens is None:
             sequence.cached_tokens = cached
             self.stats.cached_tokens += cached
-        params = sequence.request.params
-        stop_from = sequence.prompt_length + params.min_new_tokens
-        draft.admits.append(Admit(sequence.slot, cached, sequence.end, stop_from, params))
+        draft.admits.append(self._admit_record(sequence, cached))
         if hit:
             draft.page_updates.append(PageUpdate(sequence.slot, 0, tuple(hit)))
         self._extend(draft, sequence, needed)
         self._insert(self.running, sequence)
         return True
+
+    def _admit_record(self, sequence: Sequence, cached: int) -> Admit:
+        request = sequence.request
+        return Admit(
+            slot=sequence.slot,
+            length=cached,
+            end=sequence.end,
+            stop_from=sequence.prompt_length + request.params.min_new_tokens,
+            params=request.params,
+            stages=sequence.stages,
+            prompt_ids=request.prompt_ids,
+            output_ids=tuple(sequence.tokens[sequence.prompt_length :]),
+        )
 
     def _launch(self, draft: '_Draft') -> StepPlan:
         """Turn the draft into a plan and note what the host now knows to be under way."""
@@ -197,12 +230,17 @@ class Scheduler:
         for sequence, _, stop in draft.chunks:
             sequence.launched = sequence.length = stop
             self._publish(sequence)  # steps launched later run later, so they may already read these pages
+            if not sequence.prefilling:
+                self._release_followers(sequence)
         for sequence in draft.decodes:
             sequence.steps_in_flight += 1
         self._step += 1
         self._in_flight.append(_Launched(self._step, sampling, len(final)))
         everyone = [c[0] for c in unfinished] + sampling
         params = [s.request.params for s in sampling]
+        stages = NO_STAGE
+        for sequence in sampling:
+            stages |= sequence.stages
         return StepPlan(
             step=self._step,
             admits=tuple(draft.admits),
@@ -212,9 +250,9 @@ class Scheduler:
             row_bound=sum(1 + s.max_drafts for s in draft.decodes),
             table_width=max(len(s.pages) for s in everyone),
             num_drafting=sum(s.max_drafts > 0 for s in sampling),
-            samples=any(p.temperature > 0 for p in params),
-            filters=any(p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params),
-            bans=any(bool(p.banned_ids) or p.min_new_tokens > 0 for p in params),
+            stages=stages,
+            top_k=_top_k_bound(sampling) if Stage.FILTERS in stages else 0,
+            grammars=tuple(s.slot for s in sampling if s.request.params.grammar) if Stage.MASKS in stages else (),
             logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
         )
 
@@ -251,6 +289,7 @@ class Scheduler:
             drafted=result.drafted,
             cached_tokens=cached,
             logprobs=_wanted(result, sequence.request.params.logprobs),
+            error=_stuck(sequence.request.params) if result.finish == 'error' else None,
         )
 
     def _publish(self, sequence: Sequence) -> None:
@@ -270,6 +309,9 @@ class Scheduler:
             self._let_go(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        elif (followers := self._followers.get(sequence.request.after)) is not None and sequence in followers:
+            followers.remove(sequence)
+        self._release_followers(sequence)
 
     def _let_go(self, sequence: Sequence) -> None:
         self.pages.release(sequence.pages)
@@ -299,6 +341,26 @@ class Scheduler:
         while index and self._order[queue[index - 1].request.request_id] > order:
             index -= 1
         queue.insert(index, sequence)
+
+
+def _top_k_bound(sequences: Iterable[Sequence]) -> int:
+    """The largest top_k of those that filter, 0 if one of them has none."""
+    bounds = [s.request.params.top_k for s in sequences if Stage.FILTERS in s.stages]
+    return max(bounds) if all(bounds) else 0
+
+
+def _stuck(params: SamplingParams) -> ErrorInfo:
+    """What to say of a request whose rules together left no token."""
+    rules = {
+        'response_format': params.grammar is not None,
+        'allowed_token_ids': bool(params.allowed_ids),
+        'bad_words, bad_token_ids or ignore_eos': bool(params.banned_ids),
+        'bad_words': bool(params.bad_words) and not params.banned_ids,
+        'min_new_tokens': params.min_new_tokens > 0,
+        'thinking_budget': params.thinking_budget is not None,
+    }
+    names = ' and '.join(name for name, acts in rules.items() if acts)
+    return ErrorInfo('no_token_allowed', f'no token is left that {names} would allow; relax one of them')
 
 
 def _wanted(result: SlotResult, alternatives: int | None) -> tuple[dict[int, float], ...] | None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from specdec.messages import EngineRequest
+from specdec.plan import NO_STAGE, Stage
 from specdec.scheduler.pages import ROOT
 
 
@@ -18,6 +19,7 @@ class Sequence:
     request: EngineRequest
     end: int
     max_drafts: int
+    stages: Stage = NO_STAGE
     tokens: list[int] = field(default_factory=list)
     slot: int = 0
     pages: list[int] = field(default_factory=list)
@@ -37,3 +39,8 @@ class Sequence:
     @property
     def prefilling(self) -> bool:
         return self.launched < self.prefill_end
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Its own prompt has not been through the target yet."""
+        return len(self.tokens) == self.prompt_length and (not self.slot or self.prefilling)

@@ -10,12 +10,11 @@ import torch
 from specdec.agent.batch import Batch, decode_batch, mixed_batch
 from specdec.agent.state import SlotState
 from specdec.messages import SamplingParams
-from specdec.plan import Admit, Chunk, PageUpdate, StepPlan
-from specdec.spec_decode.logits import Stages
+from specdec.plan import Admit, Chunk, PageUpdate, Stage, StepPlan
 from specdec.spec_decode.verify_length import fixed
 
 K, PAGE, WIDTH, END = 3, 4, 6, 20
-STAGES = Stages(samples=True, filters=False, bans=True)
+STAGES = Stage.NOISE | Stage.BANS
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Decoding:
 
 def make_state(decoding: Sequence[Decoding], chunks: Sequence[Chunk] = ()) -> SlotState:
     """Request in slot s has pages 10 s, 10 s + 1, ... as far as its end."""
-    state = SlotState(8, K, WIDTH, torch.device('cpu'))
+    state = SlotState(8, K, WIDTH, 100, torch.device('cpu'))
     admits = [Admit(d.slot, 0, d.end, 0, SamplingParams(10, max_drafts=d.cap, seed=d.slot)) for d in decoding]
     admits += [Admit(c.slot, c.start, END, 0, SamplingParams(10, seed=c.slot)) for c in chunks]
     pages = [PageUpdate(a.slot, 0, tuple(range(10 * a.slot, 10 * a.slot + -(-a.end // PAGE)))) for a in admits]
@@ -79,7 +78,7 @@ def test_fixed_lengths(drafts: int, cap: int, room: int, expected: int) -> None:
 
 def test_room_ends_at_the_request_limit() -> None:
     """With the anchor at END - 2 one token is left to emit: no draft can help."""
-    lengths = [decode([Decoding(1, END - 1 - left)]).verify_lengths.item() for left in (1, 2, 3, 4, 5)]
+    lengths = [decode([Decoding(1, END - 1 - left)]).drawing.verify_lengths.item() for left in (1, 2, 3, 4, 5)]
     assert lengths == [0, 1, 2, 3, 3]
 
 
@@ -89,7 +88,7 @@ RAGGED = [Decoding(3, 5), Decoding(1, 9, cap=1), Decoding(4, 3, drafts=False), D
 
 def test_decode_rows_are_packed_ragged() -> None:
     batch = decode(RAGGED)
-    assert batch.verify_lengths.tolist() == [3, 1, 0, 1]
+    assert batch.drawing.verify_lengths.tolist() == [3, 1, 0, 1]
     assert batch.rows.layout.row_offsets.tolist() == [0, 4, 6, 7, 9]
     assert batch.rows.ids.tolist() == [300, 301, 302, 303, 100, 101, 400, 200, 201]
     assert batch.rows.positions.tolist() == [5, 6, 7, 8, 9, 10, 3, 17, 18]
@@ -101,9 +100,9 @@ def test_decode_rows_are_packed_ragged() -> None:
 def test_every_decode_row_draws_the_token_behind_it() -> None:
     batch = decode(RAGGED)
     assert batch.logit_rows is None
-    assert batch.logit_offsets.tolist() == batch.rows.layout.row_offsets.tolist()
-    assert batch.logit_requests.tolist() == [0] * 4 + [1] * 2 + [2] + [3] * 2
-    assert batch.draw_positions.tolist() == [p + 1 for p in batch.rows.positions.tolist()]
+    assert batch.drawing.offsets.tolist() == batch.rows.layout.row_offsets.tolist()
+    assert batch.drawing.requests.tolist() == [0] * 4 + [1] * 2 + [2] + [3] * 2
+    assert batch.drawing.draw_positions.tolist() == [p + 1 for p in batch.rows.positions.tolist()]
     assert batch.sampling.seeds.tolist() == [3, 1, 4, 2]
 
 
@@ -114,9 +113,9 @@ def test_padding_rows_belong_to_nobody(padding: int) -> None:
         assert vars_of(padded.rows, name)[:9] == vars_of(exact.rows, name)
         assert vars_of(padded.rows, name)[9:] == [0] * padding
     assert padded.rows.layout.row_offsets.tolist() == exact.rows.layout.row_offsets.tolist()
-    assert padded.logit_offsets.tolist() == exact.logit_offsets.tolist()
-    assert padded.draw_positions.tolist()[:9] == exact.draw_positions.tolist()
-    assert max(padded.logit_requests.tolist()) < len(RAGGED)
+    assert padded.drawing.offsets.tolist() == exact.drawing.offsets.tolist()
+    assert padded.drawing.draw_positions.tolist()[:9] == exact.drawing.draw_positions.tolist()
+    assert max(padded.drawing.requests.tolist()) < len(RAGGED)
 
 
 def vars_of(rows: Any, name: str) -> list[int]:
@@ -166,12 +165,12 @@ def test_only_final_chunks_and_decodes_draw() -> None:
     assert batch.slots.tolist() == [5, 6, 7, 2, 1]
     assert batch.logit_rows is not None
     assert batch.logit_rows.tolist() == [4, 5, 6, 7, 8, 9]
-    assert batch.logit_offsets.tolist() == [0, 1, 2, 5, 6]
-    assert batch.logit_requests.tolist() == [0, 1, 2, 2, 2, 3]
-    assert batch.draw_positions.tolist() == [2, 9, 7, 8, 9, 19]
-    assert batch.verify_lengths.tolist() == [0, 0, 2, 0]
+    assert batch.drawing.offsets.tolist() == [0, 1, 2, 5, 6]
+    assert batch.drawing.requests.tolist() == [0, 1, 2, 2, 2, 3]
+    assert batch.drawing.draw_positions.tolist() == [2, 9, 7, 8, 9, 19]
+    assert batch.drawing.verify_lengths.tolist() == [0, 0, 2, 0]
     assert batch.sampling.seeds.tolist() == [6, 7, 2, 1]
-    assert len(batch.drafts) == 4
+    assert len(batch.drawing.drafts) == 4
 
 
 @pytest.mark.parametrize('final', [False, True])
@@ -182,13 +181,13 @@ def test_chunks_alone(final: bool) -> None:
     assert batch.num_absorbing == (not final)
     assert batch.logit_rows is not None
     assert batch.logit_rows.tolist() == ([2] if final else [])
-    assert batch.draw_positions.tolist() == ([3] if final else [])
+    assert batch.drawing.draw_positions.tolist() == ([3] if final else [])
 
 
 def test_without_drafts_a_request_has_one_row() -> None:
-    state = SlotState(3, 0, WIDTH, torch.device('cpu'))
+    state = SlotState(3, 0, WIDTH, 100, torch.device('cpu'))
     state.apply(make_plan(admits=(Admit(1, 0, END, 0, SamplingParams(5)),), page_updates=(PageUpdate(1, 0, (1,)),)))
     state.advance(torch.tensor([1]), torch.tensor([2]), torch.tensor([9]), torch.zeros(1, 0, dtype=torch.int64))
     batch = decode_batch(state, torch.tensor([1]), WIDTH, None, PAGE, STAGES)
     assert batch.rows.ids.tolist() == [9]
-    assert batch.drafts.shape == (1, 0)
+    assert batch.drawing.drafts.shape == (1, 0)

@@ -11,7 +11,6 @@ from specdec.agent.state import (
     END,
     LENGTH,
     MIN_P,
-    NO_ID,
     NUM_DRAFTS,
     SEED,
     STOP_FROM,
@@ -20,8 +19,9 @@ from specdec.agent.state import (
     TOP_P,
     SlotState,
 )
-from specdec.messages import MAX_STOP_IDS, SamplingParams
+from specdec.messages import MAX_BANNED_IDS, MAX_STOP_IDS, SamplingParams
 from specdec.plan import Admit, PageUpdate, StepPlan
+from specdec.spec_decode.rules import NO_ID
 
 K = 3
 
@@ -32,7 +32,7 @@ def make_plan(**fields: Any) -> StepPlan:
 
 
 def make_state() -> SlotState:
-    return SlotState(4, K, 6, torch.device('cpu'))
+    return SlotState(4, K, 6, 100, torch.device('cpu'))
 
 
 def admit(slot: int, length: int = 0, **params: Any) -> Admit:
@@ -47,7 +47,7 @@ def test_admit_writes_every_setting() -> None:
     assert [ints[c].item() for c in (LENGTH, END, STOP_FROM, SEED, TOP_K, CAP)] == [8, 20, 7, 9, 4, 2]
     assert [state.floats[2, c].item() for c in (TEMPERATURE, TOP_P, MIN_P)] == [0.5, 0.25, 0.125]
     assert state.stop_ids[2].tolist() == [5, 6] + [NO_ID] * (MAX_STOP_IDS - 2)
-    assert state.banned_ids[2].tolist() == [1] + [NO_ID] * (MAX_STOP_IDS - 1)
+    assert state.banned_ids[2].tolist() == [1] + [NO_ID] * (MAX_BANNED_IDS - 1)
     assert state.ints[[0, 1, 3]].eq(0).all()
 
 
@@ -71,7 +71,7 @@ def test_a_new_tenant_inherits_nothing() -> None:
     state.apply(make_plan(admits=(admit(1, 4, **settings),), page_updates=(PageUpdate(1, 0, (9, 8, 7)),)))
     state.advance(slot, torch.tensor([6]), torch.tensor([33]), torch.tensor([[1, 2, 3]]))
     state.apply(make_plan(admits=(admit(1),), page_updates=(PageUpdate(1, 0, (5,)),)))
-    assert state.ints[1].tolist() == [0, 0, 0, K, 20, 7, 0, 0]
+    assert state.ints[1].tolist() == [0, 0, 0, K, 20, 7, 0, 0, 0]
     assert state.page_table[1].tolist() == [5, 0, 0, 0, 0, 0]
     assert state.stop_ids[1].eq(NO_ID).all()
     assert state.banned_ids[1].eq(NO_ID).all()

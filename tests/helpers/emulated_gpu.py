@@ -5,27 +5,28 @@ operators are the Triton kernels, interpreted.
 """
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from specdec.agent.batch import decode_batch
-from specdec.agent.graph_runner import FILTERED, GraphRunner, bucket_for, stages_for
+from specdec.agent.graph_runner import GraphRunner, bucket_for
 from specdec.agent.step_model import Judged
 from specdec.engine.engine import Engine
 from specdec.plan import StepPlan
 
 OPERATORS = (
     'linear', 'norm', 'rotary', 'kv_cache', 'paged_attention', 'block_attention', 'markov', 'moe', 'pick',
+    'logit_rules', 'filter_threshold',
 )  # fmt: skip
 
 
 class EmulatedGraphs(GraphRunner):
     """Runs what would be captured, at the shapes it would be captured with."""
 
-    def run(self, plan: StepPlan) -> Judged | None:
+    def run(self, plan: StepPlan, between: Callable[[], None]) -> Judged | None:
         if plan.chunks:
             return None
         batch = bucket_for(len(plan.decodes), self.buckets)
@@ -33,9 +34,11 @@ class EmulatedGraphs(GraphRunner):
         padding = batch - len(plan.decodes)
         rows = bucket_for(plan.row_bound + padding, sorted(batch * n for n in self._rows_per_request()))
         slots = torch.tensor([*plan.decodes, *[0] * padding])
-        prepared = decode_batch(self.model.state, slots, self.table_width, rows, self.model.page_size, FILTERED)
+        prepared = decode_batch(self.model.state, slots, self.table_width, rows, self.model.page_size, self.stages[-1])
         self.replays += 1
-        return self.model.run_draft(prepared, *self.model.run_target(prepared), stages_for(plan), plan.num_drafting > 0)
+        output, logits = self.model.run_target(prepared)
+        between()
+        return self.model.run_draft(prepared, output, logits, self.stages_for(plan), plan.num_drafting > 0)
 
 
 def as_on_a_gpu(engine: Engine) -> Engine:

@@ -6,6 +6,7 @@ that at most once in 10,000 tokens. Margins come from a plain forward over the w
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,20 +118,57 @@ def survivors(logits: Tensor, params: SamplingParams) -> tuple[Tensor, float]:
     return logp, closest
 
 
-def decide(logits: Tensor, draw_position: int, prompt_length: int, params: SamplingParams) -> Decision:
-    """The pick of one row [V] that draws the token at `draw_position`."""
+def ruled(logits: Tensor, text: Sequence[int], prompt_length: int, params: SamplingParams) -> Tensor:
+    """One row's logits [V] with every rule but a grammar, token by token over the text in front of it."""
+    scores, output = logits.clone(), list(text[prompt_length:])
+    for token, value in params.logit_bias:
+        scores[token] += value
+    for token in set(text):
+        factor = params.repetition_penalty
+        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+    for token, count in Counter(output).items():
+        scores[token] -= params.frequency_penalty * count + params.presence_penalty
     banned = list(params.banned_ids)
-    if draw_position < prompt_length + params.min_new_tokens:
+    if len(output) < params.min_new_tokens:
         banned += params.stop_ids
-    scores, cut = logits.clone(), float('inf')
+    banned += [w[-1] for w in params.bad_words if len(output) >= len(w) - 1 and output[1 - len(w) :] == list(w[:-1])]
+    if params.allowed_ids:
+        banned += set(range(len(logits))) - set(params.allowed_ids)
+    if params.thinking_budget is not None and _thought(text, prompt_length, params) >= params.thinking_budget:
+        banned += set(range(len(logits))) - {params.think_ids[1]}
     scores[banned] = float('-inf')
+    return scores
+
+
+def _thought(text: Sequence[int], prompt_length: int, params: SamplingParams) -> int:
+    """Emitted tokens of the reasoning section that is open; -1 if none is."""
+    opening, closing = params.think_ids
+    count = -1
+    for position, token in enumerate(text):
+        if token == opening:
+            count = 0
+        elif token == closing:
+            count = -1
+        elif count >= 0 and position >= prompt_length:
+            count += 1
+    return count
+
+
+def decide(
+    logits: Tensor, draw_position: int, prompt_length: int, params: SamplingParams, text: Sequence[int] | None = None
+) -> Decision:
+    """The pick of one row [V] that draws the token at `draw_position` behind `text` (default: one without rules)."""
+    if text is None:
+        text = [params.stop_ids[0] if params.stop_ids else 0] * draw_position
+    scores, cut = ruled(logits, text, prompt_length, params), float('inf')
     if params.temperature > 0:
         logp, cut = survivors(scores, params)
         seed = params.seed - 2**64 if params.seed >= 2**63 else params.seed
         noise = gumbel(torch.tensor([seed]), torch.tensor([draw_position]), len(logits))[0]
         scores = logp + noise
     best = scores.double().sort(descending=True)
-    return Decision(int(best.indices[0]), float(best.values[0] - best.values[1]), cut)
+    margin = float(best.values[0] - best.values[1])
+    return Decision(int(best.indices[0]), margin if margin == margin else float('inf'), cut)
 
 
 # ---------------------------------------------------------------------------------------------------- the judge
@@ -157,7 +195,7 @@ class Ledger:
         text, start = outcome.text, len(outcome.request.prompt_ids)
         whole = reference(models, text[:-1])
         for position in range(start, len(text)):
-            decision = decide(whole.logits[position - 1], position, start, outcome.request.params)
+            decision = decide(whole.logits[position - 1], position, start, outcome.request.params, text[:position])
             if decision.pick != text[position]:
                 self._excuse(
                     whole, position, decision, 'one forward', 'plain decoding', (decision.pick, text[position])
@@ -180,7 +218,9 @@ class Ledger:
         self.tokens += first
         start = len(expected.request.prompt_ids)
         whole = reference(models, expected.text[: start + first])
-        decision = decide(whole.logits[-1], start + first, start, expected.request.params)
+        decision = decide(
+            whole.logits[-1], start + first, start, expected.request.params, expected.text[: start + first]
+        )
         self._excuse(whole, start + first, decision, 'plain', 'this run', (theirs[first], mine[first]))
         return False
 

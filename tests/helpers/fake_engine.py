@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 
-from specdec.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput
+from specdec.messages import EngineInfo, EngineRequest, EngineStats, GrammarVocabulary, RequestOutput
 
 Script = Callable[[EngineRequest], Sequence[Sequence[int]]]
 
@@ -43,6 +43,9 @@ class FakeEngine:
         self.requests[request.request_id] = request
         self._live[request.request_id] = (list(self._script(request)), 0)
         self.most_in_flight = max(self.most_in_flight, len(self._live))
+
+    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
+        self.vocabulary = vocabulary
 
     def abort(self, request_ids: Sequence[int]) -> None:
         self.aborted += request_ids

@@ -206,7 +206,7 @@ class Host:
         slots = config.max_batch_size + 1
         self.device = SimulatedDevice(slots, config.num_drafts, config.num_pages, config.page_size, accept)
         width = -(-(config.session_len + 2 * (config.num_drafts + 1)) // config.page_size)
-        self.state = SlotState(slots, config.num_drafts, width, torch.device('cpu'))
+        self.state = SlotState(slots, config.num_drafts, width, 8, torch.device('cpu'))
         self.unread: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
         self.requests: dict[int, EngineRequest] = {}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from specdec.messages import EngineRequest, SamplingParams
-from specdec.plan import PageUpdate, SlotResult, StepPlan, StepResult
+from specdec.plan import NO_STAGE, PageUpdate, SlotResult, Stage, StepPlan, StepResult
 from specdec.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.helpers.simulated_device import Host
 
@@ -117,34 +117,59 @@ def test_a_request_for_one_token_never_decodes() -> None:
     assert len(host.plans) == 1
 
 
+SAMPLED, FILTERED = Stage.NOISE, Stage.NOISE | Stage.FILTERS
+
+
 @pytest.mark.parametrize(
-    ('params', 'flags'),
+    ('params', 'stages', 'top_k'),
     [
-        ({}, (False, False, False, None)),
-        ({'temperature': 1.0}, (True, False, False, None)),
-        ({'top_k': 5}, (False, False, False, None)),
-        ({'temperature': 1.0, 'top_k': 5}, (True, True, False, None)),
-        ({'temperature': 1.0, 'top_p': 0.9}, (True, True, False, None)),
-        ({'temperature': 1.0, 'min_p': 0.1}, (True, True, False, None)),
-        ({'banned_ids': (3,)}, (False, False, True, None)),
-        ({'min_new_tokens': 1}, (False, False, True, None)),
-        ({'logprobs': 0}, (False, False, False, 0)),
-        ({'logprobs': 4}, (False, False, False, 4)),
+        ({}, NO_STAGE, 0),
+        ({'temperature': 1.0}, SAMPLED, 0),
+        ({'top_k': 5}, NO_STAGE, 0),
+        ({'temperature': 1.0, 'top_k': 5}, FILTERED, 5),
+        ({'temperature': 1.0, 'top_p': 0.9}, FILTERED, 0),
+        ({'temperature': 1.0, 'min_p': 0.1}, FILTERED, 0),
+        ({'banned_ids': (3,)}, Stage.BANS, 0),
+        ({'min_new_tokens': 1}, Stage.BANS, 0),
+        ({'bad_words': ((3, 4),)}, Stage.WORDS, 0),
+        ({'logit_bias': ((3, 1.0),)}, Stage.BIAS, 0),
+        ({'repetition_penalty': 1.1}, Stage.PENALTIES, 0),
+        ({'presence_penalty': 1.0}, Stage.PENALTIES, 0),
+        ({'frequency_penalty': -1.0}, Stage.PENALTIES, 0),
+        ({'allowed_ids': (3,)}, Stage.MASKS, 0),
+        ({'grammar': '{}'}, Stage.MASKS, 0),
+        ({'thinking_budget': 4}, Stage.THINKING, 0),
+        ({'draft_sampling': 'coupled'}, NO_STAGE, 0),
+        ({'temperature': 1.0, 'draft_sampling': 'coupled'}, SAMPLED | Stage.DRAFT_NOISE, 0),
+        (
+            {'temperature': 1.0, 'draft_sampling': 'probabilistic'},
+            SAMPLED | Stage.DRAFT_NOISE | Stage.RATIO,
+            0,
+        ),
     ],
 )
-def test_the_plan_names_the_stages_that_somebody_needs(params: dict[str, Any], flags: tuple[Any, ...]) -> None:
+def test_the_plan_names_the_stages_that_somebody_needs(params: dict[str, Any], stages: Stage, top_k: int) -> None:
     scheduler = make()
     add(scheduler, 1, 3)
     add(scheduler, 2, 3, first=20, **params)
     plan = launch(scheduler)
-    assert (plan.samples, plan.filters, plan.bans, plan.logprobs) == flags
+    assert (plan.stages, plan.top_k) == (stages, top_k)
+    assert len(plan.grammars) == ('grammar' in params)
+
+
+@pytest.mark.parametrize(('logprobs', 'most'), [((None, None), None), ((None, 0), 0), ((2, 4), 4)])
+def test_the_plan_asks_for_as_many_alternatives_as_anybody(logprobs: tuple[Any, Any], most: int | None) -> None:
+    scheduler = make()
+    for i, count in enumerate(logprobs):
+        add(scheduler, 1 + i, 3, first=20 * i, logprobs=count)
+    assert launch(scheduler).logprobs == most
 
 
 def test_stages_of_a_prompt_that_is_not_finished_do_not_count() -> None:
     scheduler = make()
     add(scheduler, 1, 20, temperature=1.0, top_k=5, logprobs=3)
     plan = launch(scheduler)
-    assert (plan.samples, plan.filters, plan.logprobs, plan.num_drafting) == (False, False, None, 0)
+    assert (plan.stages, plan.logprobs, plan.num_drafting) == (NO_STAGE, None, 0)
 
 
 @pytest.mark.parametrize(
@@ -354,3 +379,56 @@ def test_a_step_of_a_stopped_request_is_dropped() -> None:
     answer(scheduler, first, (50,), finish='stop')
     assert scheduler.commit(StepResult(second.step, (SlotResult(second.decodes[0], (1, 2), 1, None),))) == []
     scheduler.check()
+
+
+# ---------------------------------------------------------------------------------------------- choices of one prompt
+def follow(scheduler: Scheduler, request_id: int, length: int, after: int) -> None:
+    scheduler.add(EngineRequest(request_id, tuple(range(length)), SamplingParams(10), after))
+
+
+def test_choices_wait_for_the_first_ones_prompt_and_hit_its_pages() -> None:
+    scheduler = make()
+    add(scheduler, 1, 14)
+    follow(scheduler, 2, 14, after=1)
+    add(scheduler, 3, 3, first=50)
+    first = launch(scheduler)  # eight tokens of 1; nothing is left for 3
+    assert [c.slot for c in first.chunks] == [first.admits[0].slot]
+    answer(scheduler, first)
+    second = launch(scheduler)  # the end of 1's prompt, and 3 does not wait for 2
+    assert [(a.length, len(a.prompt_ids)) for a in second.admits] == [(12, 14)] or len(second.admits) == 1
+    assert scheduler.current_stats().num_waiting == 3 - len(scheduler.running)
+    answer(scheduler, second, *[(1,)] * len([c for c in second.chunks if c.final]))
+    third = launch(scheduler)
+    admitted = {a.prompt_ids: a.length for a in (*second.admits, *third.admits)}
+    assert admitted[tuple(range(14))] == 12
+
+
+@pytest.mark.parametrize('caching', [True, False])
+def test_choices_whose_first_one_is_gone_or_done_do_not_wait(caching: bool) -> None:
+    scheduler = make(prefix_caching=caching)
+    follow(scheduler, 1, 3, after=99)
+    assert len(launch(scheduler).admits) == 1
+    scheduler = make(prefix_caching=caching, max_batch_size=1)
+    add(scheduler, 1, 20)
+    answer(scheduler, launch(scheduler))
+    follow(scheduler, 2, 20, after=1)
+    follow(scheduler, 3, 20, after=1)
+    assert scheduler.abort([3])[0].finish_reason == 'abort'
+    assert scheduler.current_stats().num_waiting == 1
+    scheduler.abort([1])
+    plan = launch(scheduler)
+    assert [a.length for a in plan.admits] == ([8] if caching else [0])
+    scheduler.abort([2])
+    answer(scheduler, plan)
+    assert not scheduler.has_work()
+    scheduler.check()
+
+
+def test_the_record_of_a_preempted_request_tells_prompt_from_output() -> None:
+    scheduler = make()
+    add(scheduler, 1, 5)
+    answer(scheduler, launch(scheduler), (7,))
+    answer(scheduler, launch(scheduler), (8, 9))
+    scheduler._preempt(scheduler.running[0])
+    [admit] = launch(scheduler).admits
+    assert (admit.prompt_ids, admit.output_ids) == ((0, 1, 2, 3, 4), (7, 8, 9))

@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from specdec.kernels.filter_threshold import Filters, filter_threshold
 from specdec.messages import SamplingParams
-from specdec.spec_decode.logits import Sampling, Stages, filter_threshold, pick_tokens
+from specdec.plan import NO_STAGE, Stage
+from specdec.spec_decode.logits import LogitRows, Sampling, pick_tokens, process
 from tests.helpers.exactness import decide, survivors
 from tests.helpers.statistics import chi_square_p
 
-ALL = Stages(samples=True, filters=True, bans=True)
+ALL = Stage.NOISE | Stage.FILTERS | Stage.BANS
 DRAWS = 40_000
 LAW = torch.tensor([0.05, 0.3, 0.02, 0.22, 0.08, 0.15, 0.01, 0.17])  # adds up to 1
 LOGITS = LAW.log() + 3.0
@@ -29,16 +31,27 @@ def settings_of(*requests: SamplingParams, stop_from: int = 0) -> Sampling:
         return torch.tensor([(*getattr(r, name), *(-1,) * (4 - len(getattr(r, name)))) for r in requests])
 
     return Sampling(
+        slots=torch.arange(len(requests)),
         seeds=column('seed', torch.int64),
         top_k=column('top_k', torch.int64),
         stop_from=torch.tensor([stop_from + r.min_new_tokens for r in requests]),
         end=torch.full((len(requests),), 10**9),
+        draft_sampling=torch.zeros(len(requests), dtype=torch.int64),
         temperature=column('temperature', torch.float32),
         top_p=column('top_p', torch.float32),
         min_p=column('min_p', torch.float32),
         stop_ids=ids('stop_ids'),
         banned_ids=ids('banned_ids'),
     )
+
+
+def picked(logits: Tensor, requests: Tensor, positions: Tensor, sampling: Sampling, stages: Stage) -> Tensor:
+    """Picks of rows without drafts in front of them."""
+    count = len(sampling.seeds)
+    nothing = torch.zeros(count, 0, dtype=torch.int64)
+    zeros = torch.zeros(count + 1, dtype=torch.int64)
+    rows = LogitRows(requests, zeros, positions, nothing, zeros[1:])
+    return pick_tokens(process(logits, rows, sampling, None, stages), rows, sampling)
 
 
 def params(**changes: Any) -> SamplingParams:
@@ -49,11 +62,12 @@ def draw(logits: Tensor, count: int = DRAWS, **changes: Any) -> Tensor:
     """Tokens drawn from one row of logits at `count` positions, all for one seed."""
     sampling = settings_of(params(**{'seed': 1234, **changes}))
     positions = torch.arange(count)
-    return pick_tokens(logits.expand(count, -1), torch.zeros(count, dtype=torch.int64), positions, sampling, ALL)
+    return picked(logits.expand(count, -1), torch.zeros(count, dtype=torch.int64), positions, sampling, ALL)
 
 
 def kept(logits: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
-    cut = filter_threshold(logits[None], torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))
+    filters = Filters(torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))
+    cut = filter_threshold(logits[None], torch.ones(1), filters)
     return torch.nonzero(logits >= cut.view(-1)).flatten().tolist()
 
 
@@ -93,7 +107,7 @@ def test_a_bias_of_two_percent_is_found(name: str) -> None:
 def test_draws_follow_the_law_over_seeds_too() -> None:
     requests = [params(seed=7919 * i + 1) for i in range(DRAWS // 4)]
     rows = torch.arange(len(requests))
-    tokens = pick_tokens(LOGITS.expand(len(rows), -1), rows, torch.full_like(rows, 17), settings_of(*requests), ALL)
+    tokens = picked(LOGITS.expand(len(rows), -1), rows, torch.full_like(rows, 17), settings_of(*requests), ALL)
     assert chi_square_p(tokens, LAW) > 1e-3
 
 
@@ -167,7 +181,7 @@ def test_the_pick_is_the_best_noisy_survivor() -> None:
     owners = torch.randint(0, len(requests), (200,), generator=generator)
     logits = torch.randn(200, 30, generator=generator) * 3
     positions = torch.arange(200)
-    picks = pick_tokens(logits, owners, positions, settings_of(*requests), ALL)
+    picks = picked(logits, owners, positions, settings_of(*requests), ALL)
     for row in range(200):
         expected = decide(logits[row], row, 0, replace(requests[owners[row]], min_new_tokens=0))
         assert int(picks[row]) == expected.pick or expected.margin < 1e-5 or expected.cut < 1e-6
@@ -178,8 +192,8 @@ def test_greedy_takes_the_lower_of_equals() -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0], [7.0, 7.0, 7.0]])
     rows = torch.tensor([0, 0])
     greedy = settings_of(params(temperature=0.0))
-    for stages in (ALL, Stages(False, False, False), Stages(True, False, False)):
-        assert pick_tokens(logits, rows, rows, greedy, stages).tolist() == [1, 0]
+    for stages in (ALL, NO_STAGE, Stage.NOISE):
+        assert picked(logits, rows, rows, greedy, stages).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
@@ -187,7 +201,7 @@ def test_bans(temperature: float) -> None:
     logits = torch.tensor([9.0, 8.0, 7.0, 6.0]).expand(400, -1)
     rows, positions = torch.zeros(400, dtype=torch.int64), torch.arange(400)
     request = params(temperature=temperature, banned_ids=(0,), stop_ids=(1, 2), min_new_tokens=100)
-    picks = pick_tokens(logits, rows, positions, settings_of(request, stop_from=50), ALL)
+    picks = picked(logits, rows, positions, settings_of(request, stop_from=50), ALL)
     assert set(picks[:150].tolist()) == {3}
     assert 1 in picks[150:].tolist()
     assert 0 not in picks.tolist()
@@ -195,7 +209,7 @@ def test_bans(temperature: float) -> None:
 
 def test_bans_leave_the_callers_logits_alone() -> None:
     logits = torch.zeros(1, 4)
-    pick_tokens(logits, torch.tensor([0]), torch.tensor([0]), settings_of(params(banned_ids=(2,))), ALL)
+    picked(logits, torch.tensor([0]), torch.tensor([0]), settings_of(params(banned_ids=(2,))), ALL)
     assert logits.tolist() == [[0.0] * 4]
 
 
@@ -208,13 +222,11 @@ def test_filters_see_no_banned_token() -> None:
 def test_seeds_are_64_bits() -> None:
     high, low = params(seed=-(2**63)), params(seed=0)
     rows = torch.zeros(500, dtype=torch.int64)
-    first, second = (
-        pick_tokens(LOGITS.expand(500, -1), rows, torch.arange(500), settings_of(p), ALL) for p in (high, low)
-    )
+    first, second = (picked(LOGITS.expand(500, -1), rows, torch.arange(500), settings_of(p), ALL) for p in (high, low))
     assert (first != second).float().mean() > 0.5
 
 
 def test_extreme_logits_stay_finite() -> None:
     logits = torch.tensor([[1e30, -1e30, 0.0], [-math.inf, 0.0, -math.inf]])
     both = settings_of(params(temperature=0.01, top_p=0.9, top_k=2, min_p=0.1))
-    assert pick_tokens(logits, torch.tensor([0, 0]), torch.tensor([0, 1]), both, ALL).tolist() == [0, 1]
+    assert picked(logits, torch.tensor([0, 0]), torch.tensor([0, 1]), both, ALL).tolist() == [0, 1]

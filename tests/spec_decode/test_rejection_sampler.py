@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec.spec_decode.logits import Stages
+from specdec.plan import NO_STAGE
+from specdec.spec_decode.logits import LogitRows
 from specdec.spec_decode.rejection_sampler import FULL, RUNNING, STOPPED, Verdict, emitted_logprobs, verify
 from tests.helpers.statistics import chi_square_p
 from tests.spec_decode.test_logits import ALL, LAW, LOGITS, params, settings_of
 
-GREEDY = Stages(False, False, False)
+GREEDY = NO_STAGE
 V = 50
 
 
@@ -39,16 +40,8 @@ def judge(
     rooms = torch.tensor(room if isinstance(room, list) else [room] * len(picks))
     width = max(len(d) for d in drafts)
     padded = torch.tensor([d + [V - 1] * (width - len(d)) for d in drafts]).view(len(drafts), width)
-    return verify(
-        logits,
-        requests,
-        offsets,
-        first + steps,
-        padded,
-        torch.tensor(counts) - 1,
-        replace(sampling, end=first + rooms),
-        GREEDY,
-    )
+    rows = LogitRows(requests, offsets, first + steps, padded, torch.tensor(counts) - 1)
+    return verify(logits, rows, replace(sampling, end=first + rooms), GREEDY)
 
 
 def emitted(verdict: Verdict, request: int = 0) -> list[int]:
@@ -155,11 +148,24 @@ def rounds(drafts: Tensor, count: int = 30_000, **changes: Any) -> Verdict:
     sampling = settings_of(params(seed=77, **changes))
     each = {
         name: getattr(sampling, name).expand(count, *getattr(sampling, name).shape[1:])
-        for name in ('seeds', 'top_k', 'stop_from', 'end', 'temperature', 'top_p', 'min_p', 'stop_ids', 'banned_ids')
+        for name in (
+            'slots',
+            'draft_sampling',
+            'seeds',
+            'top_k',
+            'stop_from',
+            'end',
+            'temperature',
+            'top_p',
+            'min_p',
+            'stop_ids',
+            'banned_ids',
+        )
     }
     logits = LOGITS.expand(2 * count, -1)
     ones = torch.ones(count, dtype=torch.int64)
-    return verify(logits, requests, offsets, positions, drafts[:, None], ones, replace(sampling, **each), ALL)
+    rows = LogitRows(requests, offsets, positions, drafts[:, None], ones)
+    return verify(logits, rows, replace(sampling, **each), ALL)
 
 
 @pytest.mark.parametrize('kind', ['likely', 'unlikely', 'random', 'second best'])

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from specdec.layers.cache_specs import PagedCache, PagedSpec
+from specdec.spec_decode.proposers.draws import DraftSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class DraftStep:
     `row_offsets` [B + 1], `committed` [B]: of request r's rows the first committed[r] are accepted; rows behind may be
     written, since they lie beyond `lengths` and are overwritten before that grows over them. `anchors` [P]: the
     tokens just emitted; `lengths` [P]: their positions; `page_table` [P, W]: pages that hold positions below them.
-    `cache`: the draft's own layers in those pages.
+    `cache`: the draft's own layers in those pages. `sampling` of the P; None: every draft is the likeliest token.
     """
 
     taps: Tensor
@@ -33,16 +34,19 @@ class DraftStep:
     page_table: Tensor
     page_size: int
     cache: PagedCache
+    sampling: DraftSampling | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """tokens [P, K] target ids; survival [P, K] fp32 or None: the chance that drafts 1..k are all accepted, which
-    depends for draft k on the drafts before it and never on draft k itself.
+    depends for draft k on the drafts before it and never on draft k itself. q [P, K, V] fp32 over target ids: what the
+    drafts were drawn from, where the step's sampling keeps it.
     """
 
     tokens: Tensor
     survival: Tensor | None
+    q: Tensor | None = None
 
 
 class Proposer(Protocol):

@@ -4,7 +4,8 @@ from torch import Tensor
 
 from specdec.layers.cache_specs import PagedSpec
 from specdec.models.draft.block_draft import BlockDraft
-from specdec.spec_decode.proposers.base import DraftStep
+from specdec.spec_decode.proposers.base import DraftStep, Proposal
+from specdec.spec_decode.proposers.draws import distributions, draw_rows
 
 
 class BlockProposer:
@@ -28,3 +29,14 @@ class BlockProposer:
     def proposal_rows(self, hidden: Tensor) -> Tensor:
         """The rows that propose drafts 1..K [P, K, H]."""
         return hidden[:, self.first_row : self.first_row + self.num_drafts]
+
+    def independent(self, logits: Tensor, step: DraftStep, survival: Tensor | None = None) -> Proposal:
+        """Every token drawn by itself from logits [P, K, Vd]."""
+        tokens = draw_rows(logits, step.sampling, step.lengths, self.draft.column_ids)
+        return Proposal(self.draft.target_ids(tokens), survival, self.q(logits, step))
+
+    def q(self, logits: Tensor, step: DraftStep) -> Tensor | None:
+        """What tokens were drawn from, if somebody will ask."""
+        if step.sampling is None or not step.sampling.keeps:
+            return None
+        return distributions(logits, step.sampling, self.draft.column_ids, self.draft.config.decoder.vocab_size)

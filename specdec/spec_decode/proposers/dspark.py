@@ -1,8 +1,9 @@
 """DSpark: the block in parallel, then its tokens left to right through the Markov head, with a confidence for each."""
 
+import torch
 from torch import Tensor
 
-from specdec.kernels.pick import argmax
+from specdec.kernels.markov import ChainDraws
 from specdec.spec_decode.proposers.base import DraftStep, Proposal
 from specdec.spec_decode.proposers.block import BlockProposer
 
@@ -15,10 +16,15 @@ class DSparkProposer(BlockProposer):
         rows = self.proposal_rows(hidden)
         logits = self.draft.logits(rows)
         if self.draft.markov is None:
-            return Proposal(self.draft.target_ids(argmax(logits)), self._survival(rows, None))
+            return self.independent(logits, step, self._survival(rows, None))
         lead = hidden[:, 0] if self.first_row else None
-        tokens, previous = self.draft.markov.chain(logits, rows, lead, step.anchors)
-        return Proposal(tokens, self._survival(rows, self.draft.markov.embed(previous)))
+        sampling, draws, kept = step.sampling, None, None
+        if sampling is not None:
+            kept = torch.empty_like(logits) if sampling.keeps else None
+            draws = ChainDraws(sampling.draft_temperature, sampling.noise(step.lengths), sampling.filters, kept)
+        tokens, previous = self.draft.markov.chain(logits, rows, lead, step.anchors, draws=draws)
+        survival = self._survival(rows, self.draft.markov.embed(previous))
+        return Proposal(tokens, survival, None if kept is None else self.q(kept, step))
 
     def _survival(self, rows: Tensor, embeddings: Tensor | None) -> Tensor | None:
         """The chance that drafts 1..k are all accepted [P, K]: rows [P, K, H] and the preceding tokens' embeddings."""
