@@ -157,8 +157,8 @@ class Pipeline:
         self.info: EngineInfo = engine.info
         self.tokenizer = tokenizer
         self._max_log_len = max_log_len
-        self._maker = RequestMaker(engine.info, tokenizer)
         self._client = ThreadClient(engine)
+        self._maker = RequestMaker(engine.info, tokenizer, self._client.set_vocabulary)
         self._dispatcher = _Dispatcher()
         self._client.start(self._dispatcher)
         self._finalizer = weakref.finalize(self, _shut_down, self._client, self._dispatcher)
@@ -186,8 +186,10 @@ class Pipeline:
         enable_thinking: bool | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
-    ) -> Response | list[Response]:
+    ) -> Any:
         """Answers one prompt with a Response, several with a list of them in the same order.
+
+        With `GenerationConfig.n` > 1 a prompt is answered with the list of its n Responses instead.
 
         Args:
             prompts: text, OpenAI messages, or an iterable of either, which is read as slots become free.
@@ -204,13 +206,15 @@ class Pipeline:
         _refuse_adapter(adapter_name)
         batch, is_single = _as_batch(prompts)
         requests = self._requests(batch, gen_config, form, None)
-        responses: dict[int, Response] = {}
+        answers: dict[int, list[Response]] = {}
         total = len(batch) if isinstance(batch, (list, tuple)) else None
         with _progress_bar(total, use_tqdm) as advance:
             for response in self._run(requests, stream_response=False):
-                responses[response.index] = response
-                advance()
-        return responses[0] if is_single else [responses[index] for index in range(len(responses))]
+                answers.setdefault(response.index, []).append(response)
+                if len(answers[response.index]) == 1:
+                    advance()
+        found = [_as_answer(answers[index], gen_config) for index in range(len(answers))]
+        return found[0] if is_single else found
 
     __call__ = infer
     batch_infer = infer
@@ -230,6 +234,8 @@ class Pipeline:
         **kwargs: Any,
     ) -> Iterator[Response]:
         """As `infer`, but yields pieces as they come; `Response.index` says which prompt a piece belongs to.
+
+        With `GenerationConfig.n` > 1, `Response.choice` says which of the prompt's answers it belongs to.
 
         A piece has only the new text and ids; a prompt's last piece has none, but the finish_reason. Counts and
         speculation figures are totals so far. Closing the iterator aborts what is running. `sessions` may be given to
@@ -261,6 +267,8 @@ class Pipeline:
         _refuse_unknown('chat', kwargs)
         form = _PromptForm(True, tools, _template_arguments(enable_thinking, chat_template_kwargs))
         _refuse_adapter(adapter_name)
+        if gen_config is not None and gen_config.n != 1:
+            raise RequestError('n', gen_config.n, 'a conversation goes on with one answer')
         session = session or self.session()
         pieces = self._chat_pieces(prompt, session, gen_config, form, stream_response)
         if stream_response:
@@ -317,13 +325,14 @@ class Pipeline:
         prompt_ids: list[int] = []
         try:
             prompt_ids = request.form.encode(self.tokenizer, request.prompt)
-            live = self._maker.make(prompt_ids, request.config, stream_response, request.request_id)
+            lives = self._maker.make_choices(prompt_ids, request.config, stream_response, request.request_id)
             if logger.isEnabledFor(logging.INFO):
                 shown = str(request.prompt)[: self._max_log_len]
                 logger.info('request %d: %d tokens: %r', request.request_id, len(prompt_ids), shown)
             if request.session is not None:
                 request.session._request_id = request.request_id
-            run.start(live, request.index)
+            for live in lives:
+                run.start(live, request.index)
         except RequestError as error:
             return _error_response(request.index, error.code, error, len(prompt_ids))
         except EngineError as error:
@@ -496,6 +505,16 @@ def _error_response(index: int, code: str, message: object, num_prompt_ids: int 
         error_code=code,
         error_message=str(message),
     )
+
+
+def _as_answer(
+    responses: list[Response], gen_config: GenerationConfig | list[GenerationConfig] | None
+) -> Response | list[Response]:
+    """One prompt's Response, or the list of them where several were asked for."""
+    config = gen_config[responses[0].index] if isinstance(gen_config, (list, tuple)) else gen_config
+    if config is None or config.n == 1:
+        return responses[0]
+    return sorted(responses, key=lambda response: response.choice)
 
 
 def _as_batch(prompts: Any) -> tuple[Iterable[Any], bool]:

@@ -30,7 +30,7 @@ class AsyncEngine:
         self.tokenizer = tokenizer
         self.statistics = ServingStatistics(client.info.num_drafts)
         self._client = client
-        self._maker = RequestMaker(client.info, tokenizer, generation_defaults)
+        self._maker = RequestMaker(client.info, tokenizer, client.set_vocabulary, generation_defaults)
         self._readers: dict[int, _Reader] = {}
         self._eager_ids: set[int] = set()
         self._inbox: deque[tuple[float, list[RequestOutput]]] = deque()  # filled by the engine's thread: time, outputs
@@ -97,6 +97,17 @@ class AsyncEngine:
     ) -> LiveRequest:
         """Checks a request without starting it, for `stream`. RequestError names what cannot be served."""
         return self._maker.make(prompt_ids, gen_config, stream_response, request_id)
+
+    def make_choices(
+        self, prompt_ids: Sequence[int], gen_config: GenerationConfig | None = None, stream_response: bool = True
+    ) -> list[LiveRequest]:
+        """The n requests of one prompt, each for `stream`; see `make`. Start the first one first."""
+        return self._maker.make_choices(prompt_ids, gen_config, stream_response)
+
+    async def prepare(self, gen_config: GenerationConfig) -> None:
+        """Compiles a response_format off the loop, before `make` needs it. RequestError if it is not valid."""
+        if gen_config.response_format is not None:
+            await asyncio.to_thread(self._maker.prepare, gen_config)
 
     async def stream(self, live: LiveRequest) -> AsyncGenerator[Response]:
         """Starts a request that `make` has checked; see `generate`."""

@@ -19,6 +19,7 @@ from specdec.agent.model_agent import ModelAgent
 from specdec.agent.state import SlotState
 from specdec.agent.step_model import StepModel
 from specdec.engine.engine import Engine
+from specdec.engine.grammar import GrammarGuides
 from specdec.errors import ConfigError
 from specdec.layers.cache_specs import PagedSpec
 from specdec.layers.parallel import SINGLE
@@ -67,6 +68,7 @@ class Sources:
     draft: DraftConfig | None
     num_drafts: int
     eos_ids: tuple[int, ...] = ()
+    draft_sampling: str = 'greedy'
 
     @property
     def block_rows(self) -> int:
@@ -85,7 +87,13 @@ def build_engine(
     device = pick_device(config.device_type)
     session_limit = session_len_limit(config, sources.target)
     target, proposer = load_models(sources, config, session_limit, device, progress)
-    memory = share_memory(config, target.cache_spec(), proposer.cache_spec(), session_limit, device)
+    state_bytes = SlotState.bytes_for(
+        (config.max_batch_size or DEFAULTS[device.type].max_batch_size) + 1,
+        proposer.num_drafts,
+        target.vocab_size,
+        sources.draft_sampling == 'probabilistic',
+    )
+    memory = share_memory(config, target.cache_spec(), proposer.cache_spec(), session_limit, state_bytes, device)
     session_len = settle_session_len(config, session_limit, memory)
     logger.info('cache: %s; session_len %d', memory.describe(), session_len)
     return assemble(sources, config, target, proposer, memory, session_len, device, progress)
@@ -117,7 +125,15 @@ def assemble(
         )
     )
     table_width = -(-(session_len + 2 * (num_drafts + 1)) // memory.page_size)
-    state = SlotState(max_batch_size + 1, num_drafts, table_width, device, padded=device.type == 'cuda')
+    state = SlotState(
+        max_batch_size + 1,
+        num_drafts,
+        table_width,
+        target.vocab_size,
+        device,
+        padded=device.type == 'cuda',
+        probabilistic=sources.draft_sampling == 'probabilistic',
+    )
     caches = Caches.allocate(target.cache_spec(), proposer.cache_spec(), memory, device)
     info = EngineInfo(
         model_name=sources.name,
@@ -129,13 +145,16 @@ def assemble(
         eos_ids=sources.eos_ids,
         device=device.type,
         dtype=str(target.cache_spec().dtype).removeprefix('torch.'),
+        draft_sampling=sources.draft_sampling,
     )
-    model = StepModel(target, proposer, caches, state, memory.page_size)
+    processed_logprobs = config.logprobs_mode == 'processed_logprobs'
+    model = StepModel(target, proposer, caches, state, memory.page_size, processed_logprobs)
     graphs = None
     if device.type == 'cuda' and not config.eager_mode:
         graphs = GraphRunner(model, max_batch_size, config.cudagraph_capture_batch_sizes)
         graphs.capture(progress and (lambda done, total: progress('graphs', done, total)))
-    return Engine(info, memory, scheduler, ModelAgent(model, graphs))
+    guides = GrammarGuides(target.vocab_size)
+    return Engine(info, memory, scheduler, ModelAgent(model, guides.make, graphs), guides)
 
 
 # ------------------------------------------------------------------------------------------------------ sources
@@ -161,7 +180,8 @@ def read_sources(model_path: str, config: PytorchEngineConfig, speculative: Spec
     if draft.kind != speculative.method:
         raise ConfigError('method', speculative.method, f"{draft_folder} is a {draft.kind} draft; use '{draft.kind}'")
     num_drafts = settle_num_drafts(speculative, draft)
-    return Sources(model_path, target_folder, target, draft_folder, draft, num_drafts, eos_ids)
+    drawn = speculative.draft_sampling
+    return Sources(model_path, target_folder, target, draft_folder, draft, num_drafts, eos_ids, drawn)
 
 
 def demo_folder(name: str) -> Path:
@@ -242,6 +262,7 @@ def share_memory(
     target: PagedSpec,
     draft: PagedSpec | None,
     session_limit: int,
+    state_bytes: int,
     device: torch.device,
 ) -> MemoryPlan:
     """Pages from a share of what is free now that the weights are loaded; on CPU no more than the batch can fill."""
@@ -253,7 +274,7 @@ def share_memory(
         free = psutil.virtual_memory().available
         share = CPU_CACHE_SHARE if share == DEFAULT_CACHE_SHARE else share
         wanted = (config.max_batch_size or DEFAULTS['cpu'].max_batch_size) * session_limit
-    return plan_memory(specs, config.block_size, free, share, wanted, config.num_gpu_blocks)
+    return plan_memory(specs, config.block_size, free, share, wanted, config.num_gpu_blocks, state_bytes)
 
 
 def settle_session_len(config: PytorchEngineConfig, limit: int, memory: MemoryPlan) -> int:

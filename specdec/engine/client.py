@@ -11,7 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from specdec.errors import EngineError, RequestError
-from specdec.messages import AbortRequests, EngineInfo, EngineRequest, EngineStats, ErrorInfo, RequestOutput
+from specdec.messages import (
+    AbortRequests,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    ErrorInfo,
+    GrammarVocabulary,
+    RequestOutput,
+)
 
 OnOutputs = Callable[[list[RequestOutput]], None]
 OnStats = Callable[[EngineStats], None]
@@ -26,6 +34,9 @@ class Engine(Protocol):
 
     def add(self, request: EngineRequest) -> None:
         """RequestError if this request can never run."""
+
+    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
+        """What grammars must know of the tokenizer; before the first request that has one."""
 
     def abort(self, request_ids: Sequence[int]) -> None: ...
 
@@ -50,6 +61,9 @@ class EngineClient(Protocol):
     def submit(self, request: EngineRequest) -> None:
         """Every request ends with an output that has a finish_reason. EngineError if the engine is dead or closed."""
 
+    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
+        """Goes in front of the first request that has a grammar."""
+
     def abort(self, request_ids: Sequence[int]) -> None:
         """No output is owed for these any more; unknown and finished ids are no error."""
 
@@ -69,7 +83,9 @@ class ThreadClient:
     def __init__(self, engine: Engine) -> None:
         self.info = engine.info
         self._engine = engine
-        self._inbox: queue.SimpleQueue[EngineRequest | AbortRequests | OnStats | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[EngineRequest | GrammarVocabulary | AbortRequests | OnStats | None] = (
+            queue.SimpleQueue()
+        )
         self._live: set[int] = set()  # written by the engine's thread only
         self._failure: BaseException | None = None
         self._closed = False
@@ -86,6 +102,9 @@ class ThreadClient:
         if self._closed:
             raise EngineError('the engine is closed')
         self._inbox.put(request)
+
+    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
+        self._inbox.put(vocabulary)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         self._inbox.put(AbortRequests(tuple(request_ids)))
@@ -136,6 +155,9 @@ class ThreadClient:
             if isinstance(message, AbortRequests):
                 self._live.difference_update(message.request_ids)
                 self._engine.abort(message.request_ids)
+                continue
+            if isinstance(message, GrammarVocabulary):
+                self._engine.set_vocabulary(message)
                 continue
             if callable(message):
                 message(self._engine.stats())

@@ -9,17 +9,20 @@ from collections.abc import Iterable
 
 from specdec.agent.caches import MemoryPlan
 from specdec.agent.model_agent import Launched, ModelAgent
+from specdec.engine.grammar import GrammarGuides
 from specdec.errors import RequestError
-from specdec.messages import EngineInfo, EngineRequest, EngineStats, RequestOutput
+from specdec.messages import EngineInfo, EngineRequest, EngineStats, GrammarVocabulary, RequestOutput
 from specdec.scheduler.scheduler import Scheduler
 
 
 class Engine:
     """One target, one proposer, one scheduler. Not thread-safe: one caller drives it."""
 
-    def __init__(self, info: EngineInfo, memory: MemoryPlan, scheduler: Scheduler, agent: ModelAgent) -> None:
+    def __init__(
+        self, info: EngineInfo, memory: MemoryPlan, scheduler: Scheduler, agent: ModelAgent, guides: GrammarGuides
+    ) -> None:
         self.info, self.memory = info, memory
-        self.scheduler, self.agent = scheduler, agent
+        self.scheduler, self.agent, self.guides = scheduler, agent, guides
         self._launched: deque[Launched] = deque()
 
     def add(self, request: EngineRequest) -> None:
@@ -34,11 +37,25 @@ class Engine:
                 f'session_len={self.info.session_len} must leave room for one token more; shorten the prompt',
                 'context_length_exceeded',
             )
-        for field, ids in (('prompt', prompt), ('stop_token_ids', request.params.stop_ids)):
+        params = request.params
+        named = (
+            ('prompt', prompt),
+            ('stop_token_ids', params.stop_ids),
+            ('bad_token_ids', params.banned_ids),
+            ('allowed_token_ids', params.allowed_ids),
+            ('logit_bias', [token_id for token_id, _ in params.logit_bias]),
+        )
+        for field, ids in named:
             if max(ids, default=0) >= self.info.vocab_size or min(ids, default=0) < 0:
                 wrong = next(i for i in ids if not 0 <= i < self.info.vocab_size)
                 raise RequestError(field, wrong, f'token ids of this model lie in [0, {self.info.vocab_size})')
+        if params.grammar is not None:
+            self.guides.prepare(params.grammar)
         self.scheduler.add(request)
+
+    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
+        """What grammars must know of the tokenizer; before the first request that has one."""
+        self.guides.set_vocabulary(vocabulary.data)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         self.scheduler.abort(request_ids)

@@ -8,26 +8,36 @@ import dataclasses
 import itertools
 import logging
 import secrets
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from specdec.engine.stops import StopStrings, TextStream
+from specdec.engine.stops import RepetitionStop, StopStrings, TextStream
 from specdec.engine.tokenizer import Tokenizer
 from specdec.errors import RequestError
 from specdec.messages import (
     GREEDY_TEMPERATURE,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BANNED_IDS,
     MAX_STOP_IDS,
     EngineInfo,
     EngineRequest,
     ErrorInfo,
     FinishReason,
     GenerationConfig,
+    GrammarVocabulary,
     RequestOutput,
     Response,
     SamplingParams,
     SpeculationStats,
 )
 
+if TYPE_CHECKING:
+    from specdec.engine.grammar import GrammarCompiler
+
 NUM_SEEDS = 2**64
+THINK_MARKS = ('<think>', '</think>')  # around a reasoning section, each one token
 StepCount = tuple[bool, int, int]  # a decode step (or the end of a prompt), drafted, accepted
 
 logger = logging.getLogger('specdec')
@@ -38,16 +48,22 @@ class LiveRequest:
 
     __slots__ = (
         '_cached_tokens', '_error', '_ids', '_logprobs', '_num_accepted', '_num_drafted', '_num_ids', '_num_steps',
-        '_shows_stop', '_steps', '_streams', '_text', '_text_stream', 'finish_reason', 'is_eager', 'request',
+        '_shows_stop', '_steps', '_streams', '_text', '_text_stream', 'choice', 'finish_reason', 'is_eager', 'request',
         'taken_all', 'taken_steps',
     )  # fmt: skip
 
     def __init__(
-        self, request: EngineRequest, config: GenerationConfig, text_stream: TextStream, stream_response: bool
+        self,
+        request: EngineRequest,
+        config: GenerationConfig,
+        text_stream: TextStream,
+        stream_response: bool,
+        choice: int = 0,
     ) -> None:
-        """With `stream_response` a piece is there after every step, else only at the end."""
-        self.request = request
-        self.is_eager = stream_response or bool(config.stop_words)  # each output is wanted at once, not just the last
+        """With `stream_response` a piece is there after every step, else only at the end. `choice`: which of n."""
+        self.request, self.choice = request, choice
+        # each output is wanted at once, not just the last
+        self.is_eager = stream_response or bool(config.stop_words) or config.repetition_ngram_size > 0
         self.finish_reason: FinishReason | None = None
         self.taken_all = False
         self._text_stream = text_stream
@@ -63,9 +79,9 @@ class LiveRequest:
 
     # -------------------------------------------------------------------------------------------------- filling
     def add(self, output: RequestOutput) -> int:
-        """One step's output. A stop string ends the request here, even where the engine goes on.
+        """One step's output. A stop string or a repetition ends the request here, even where the engine goes on.
 
-        Returns how many tokens of it count as emitted: a stop token does, tokens beyond a stop string do not.
+        Returns how many tokens of it count as emitted: a stop token does, tokens beyond such an end do not.
         """
         assert self.finish_reason is None, 'an ended request takes no output'
         self._cached_tokens = self._cached_tokens or output.cached_tokens
@@ -120,6 +136,7 @@ class LiveRequest:
             cached_tokens=self._cached_tokens,
             seed=self.request.params.seed,
             speculation=SpeculationStats(self._num_steps, self._num_drafted, self._num_accepted),
+            choice=self.choice,
         )
         if self.taken_all and self._error is not None:
             response.error_code, response.error_message = self._error.code, self._error.message
@@ -132,15 +149,23 @@ class RequestMaker:
     """Checks what users ask against the model, and settles what they left open."""
 
     def __init__(
-        self, info: EngineInfo, tokenizer: Tokenizer, generation_defaults: GenerationConfig | None = None
+        self,
+        info: EngineInfo,
+        tokenizer: Tokenizer,
+        on_vocabulary: Callable[[GrammarVocabulary], None],
+        generation_defaults: GenerationConfig | None = None,
     ) -> None:
-        """`generation_defaults` serve requests that bring no settings of their own."""
-        self._info, self._tokenizer = info, tokenizer
+        """`on_vocabulary` is called before the first request that has a grammar leaves here; `generation_defaults`
+        serve requests that bring no settings of their own.
+        """
+        self._info, self._tokenizer, self._on_vocabulary = info, tokenizer, on_vocabulary
         self._defaults = generation_defaults or GenerationConfig()
         own_ids = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
         self._eos_ids = tuple(i for i in dict.fromkeys((*info.eos_ids, *own_ids)) if i < info.vocab_size)
+        self._grammars: GrammarCompiler | None = None
         self._request_ids = itertools.count(1)
-        self._warned = False
+        self._warned = self._has_vocabulary = False
+        self._lock = threading.Lock()  # of the grammars
 
     def new_request_id(self) -> int:
         return next(self._request_ids)
@@ -152,15 +177,105 @@ class RequestMaker:
         stream_response: bool = True,
         request_id: int | None = None,
     ) -> LiveRequest:
-        """A request ready to be submitted. RequestError names what cannot be served."""
+        """A request ready to be submitted. RequestError names what cannot be served; so does more than one choice."""
+        config = gen_config or self._defaults
+        if config.n != 1:
+            raise RequestError('n', config.n, 'one answer is wanted here')
+        return self.make_choices(prompt_ids, config, stream_response, request_id)[0]
+
+    def make_choices(
+        self,
+        prompt_ids: Sequence[int],
+        gen_config: GenerationConfig | None = None,
+        stream_response: bool = True,
+        request_id: int | None = None,
+    ) -> list[LiveRequest]:
+        """The n requests of one prompt, `request_id` being the first one's; choice i has seed + i.
+
+        All but the first wait for its prompt to be computed, so that they find its pages.
+        """
         config = gen_config or self._defaults
         self._warn_of_idle_fields(config)
-        params = resolve_sampling(self._info, self._eos_ids, prompt_ids, config)
-        request_id = self.new_request_id() if request_id is None else request_id
+        params = self._resolve(prompt_ids, config)
+        first_id = self.new_request_id() if request_id is None else request_id
+        lives = []
+        for choice in range(config.n):
+            own = dataclasses.replace(params, seed=(params.seed + choice) % NUM_SEEDS) if choice else params
+            own_id, after = (self.new_request_id(), first_id) if choice else (first_id, None)
+            request = EngineRequest(own_id, tuple(prompt_ids), own, after)
+            lives.append(LiveRequest(request, config, self._text_stream(config, params), stream_response, choice))
+        return lives
+
+    def prepare(self, gen_config: GenerationConfig) -> None:
+        """Compile its response_format ahead, where that takes long; RequestError if it is not valid."""
+        if gen_config.response_format is not None:
+            self._compile(gen_config.response_format)
+
+    def _compile(self, response_format: dict[str, Any]) -> str | None:
+        """The format's grammar; the engine is told of the vocabulary with the first one."""
+        from specdec.engine.grammar import GrammarCompiler
+
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(self._tokenizer, self._info.vocab_size, self._eos_ids)
+            grammar = self._grammars.compile(response_format)
+            if not self._has_vocabulary and self._grammars.vocabulary is not None:
+                self._on_vocabulary(self._grammars.vocabulary)
+                self._has_vocabulary = True
+        return grammar
+
+    def _text_stream(self, config: GenerationConfig, params: SamplingParams) -> TextStream:
         detokenizer = self._tokenizer.detokenizer(config.skip_special_tokens, config.spaces_between_special_tokens)
         stops = StopStrings(config.stop_words or (), config.include_stop_str_in_output)
-        text_stream = TextStream(detokenizer, stops, params.min_new_tokens)
-        return LiveRequest(EngineRequest(request_id, tuple(prompt_ids), params), config, text_stream, stream_response)
+        repetition = RepetitionStop(config.repetition_ngram_size, config.repetition_ngram_threshold)
+        return TextStream(detokenizer, stops, params.min_new_tokens, repetition)
+
+    def _resolve(self, prompt_ids: Sequence[int], config: GenerationConfig) -> SamplingParams:
+        """The engine's settings, with what it takes a tokenizer to know."""
+        params = resolve_sampling(self._info, self._eos_ids, prompt_ids, config)
+        banned_words, bad_words = self._bad_words(config.bad_words or ())
+        banned_ids = tuple(dict.fromkeys((*params.banned_ids, *banned_words)))
+        if len(banned_ids) > MAX_BANNED_IDS:
+            remedy = f'at most {MAX_BANNED_IDS} tokens, those of bad_words and ignore_eos included'
+            raise RequestError('bad_token_ids', f'{len(banned_ids)} tokens', remedy)
+        if params.allowed_ids and set(params.allowed_ids) <= set(banned_ids):
+            remedy = 'all of them are ruled out by bad_token_ids, bad_words or ignore_eos'
+            raise RequestError('allowed_token_ids', config.allowed_token_ids, remedy)
+        grammar = None if config.response_format is None else self._compile(config.response_format)
+        think_ids = self._think_ids()
+        if config.thinking_budget is not None and think_ids is None:
+            raise RequestError(
+                'thinking_budget', config.thinking_budget, 'this model has no tokens around its reasoning'
+            )
+        return dataclasses.replace(
+            params, banned_ids=banned_ids, bad_words=bad_words, think_ids=think_ids, grammar=grammar
+        )
+
+    def _think_ids(self) -> tuple[int, int] | None:
+        opening, closing = map(self._tokenizer.token_id, THINK_MARKS)
+        if opening is None or closing is None or max(opening, closing) >= self._info.vocab_size:
+            return None
+        return opening, closing
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
+        """Words of one token, and those of several; each as it is and behind a space."""
+        single: list[int] = []
+        several: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, f' {word}'):
+                ids = tuple(self._tokenizer.encode(text, add_special=False))
+                if len(ids) == 1:
+                    single.append(ids[0])
+                elif len(ids) > MAX_BAD_WORD_TOKENS:
+                    raise RequestError(
+                        'bad_words', word, f'each at most {MAX_BAD_WORD_TOKENS} tokens; it has {len(ids)}'
+                    )
+                elif ids:
+                    several[ids] = None
+        if len(several) > MAX_BAD_WORDS:
+            remedy = f'at most {MAX_BAD_WORDS} that are several tokens long; a word counts again behind a space'
+            raise RequestError('bad_words', f'{len(several)} sequences of tokens', remedy)
+        return single, tuple(several)
 
     def _warn_of_idle_fields(self, config: GenerationConfig) -> None:
         if self._warned or config.do_sample:
@@ -183,7 +298,12 @@ def resolve_sampling(
     room = info.session_len - len(prompt_ids)
     max_new_tokens = room if config.max_new_tokens is None else min(config.max_new_tokens, room)
     own_stop_ids = tuple(config.stop_token_ids or ())
+    bad_ids, allowed_ids = tuple(config.bad_token_ids or ()), tuple(config.allowed_token_ids or ())
+    bias = tuple((config.logit_bias or {}).items())
     _check_ids(info, 'stop_token_ids', own_stop_ids)
+    _check_ids(info, 'bad_token_ids', bad_ids)
+    _check_ids(info, 'allowed_token_ids', allowed_ids)
+    _check_ids(info, 'logit_bias', [token_id for token_id, _ in bias])
     stop_ids = tuple(dict.fromkeys(own_stop_ids if config.ignore_eos else (*eos_ids, *own_stop_ids)))
     if len(stop_ids) > MAX_STOP_IDS:
         remedy = f'at most {MAX_STOP_IDS} stop ids, the {len(eos_ids)} EOS ids of the model included'
@@ -198,10 +318,25 @@ def resolve_sampling(
         min_p=config.min_p if sampled else 0.0,
         seed=secrets.randbits(64) if config.random_seed is None else config.random_seed % NUM_SEEDS,
         stop_ids=stop_ids,
-        banned_ids=tuple(i for i in eos_ids if i not in own_stop_ids) if config.ignore_eos else (),
+        banned_ids=(*(i for i in eos_ids if config.ignore_eos and i not in own_stop_ids), *bad_ids),
         logprobs=config.logprobs,
         max_drafts=_max_drafts(info, config),
+        draft_sampling=_draft_sampling(info, config) if sampled else 'greedy',
+        repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+        logit_bias=bias,
+        allowed_ids=allowed_ids,
+        thinking_budget=config.thinking_budget,
     )
+
+
+def _draft_sampling(info: EngineInfo, config: GenerationConfig) -> str:
+    wanted = config.draft_sampling or info.draft_sampling
+    if wanted == 'probabilistic' != info.draft_sampling and info.num_drafts > 0:
+        remedy = "needs an engine that was started with draft_sampling='probabilistic', which keeps memory for it"
+        raise RequestError('draft_sampling', wanted, remedy, 'unsupported_value')
+    return wanted
 
 
 def _check_prompt(info: EngineInfo, prompt_ids: Sequence[int]) -> None:

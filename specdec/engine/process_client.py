@@ -28,6 +28,7 @@ from specdec.messages import (
     EngineRequest,
     EngineStats,
     ErrorInfo,
+    GrammarVocabulary,
     PytorchEngineConfig,
     RequestOutput,
     SpeculativeConfig,
@@ -101,6 +102,9 @@ class ProcessClient:
                 raise EngineError('the engine is closed')
             self._live.add(request.request_id)
         self._outbox.put(encode(request))
+
+    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
+        self._outbox.put(encode(vocabulary))
 
     def abort(self, request_ids: Sequence[int]) -> None:
         with self._lock:
@@ -201,7 +205,9 @@ def run_engine(connection: Connection, build: Build, log_level: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # meant for the server, which closes the pipe when it has drained
     set_log_level(log_level)
-    inbox: queue.SimpleQueue[EngineRequest | AbortRequests | StatsQuery | None] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[EngineRequest | GrammarVocabulary | AbortRequests | StatsQuery | None] = (
+        queue.SimpleQueue()
+    )
     threading.Thread(target=_receive, args=(connection, inbox), name='specdec-inbox', daemon=True).start()
     try:
         engine, memory = build()
@@ -246,6 +252,8 @@ def _take_messages(connection: Connection, engine: Engine, inbox: queue.SimpleQu
                 _send(connection, encode_outputs([refusal]))
         elif isinstance(message, AbortRequests):
             engine.abort(message.request_ids)
+        elif isinstance(message, GrammarVocabulary):
+            engine.set_vocabulary(message)
         else:
             _send(connection, encode(engine.stats()))
     return True

@@ -1,10 +1,13 @@
-"""Where a request's text ends: stop strings, found across token and step boundaries and never shown in part.
+"""Where a request's text ends: stop strings, found across token and step boundaries and never shown in part; and texts
+that repeat themselves.
 
 The rule does not depend on how tokens are grouped into steps: the stop string that is complete first, in characters,
-wins; of those that end at the same character, the longest. Stop token ids are the engine's business (it never emits
-beyond one). Next: async_engine.py, which cuts ids, log-probabilities and counts where the text was cut.
+wins; of those that end at the same character, the longest; a repetition ends the text behind its last token, unless a
+stop string did before. Stop token ids are the engine's business (it never emits beyond one). Next: live_request.py,
+which cuts ids, log-probabilities and counts where the text was cut.
 """
 
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,9 +73,33 @@ class StopStrings:
         return longest
 
 
+class RepetitionStop:
+    """Fires when the last `size` tokens of the output have occurred in it `threshold` times, overlaps counted."""
+
+    __slots__ = ('_counts', '_last', '_threshold')
+
+    def __init__(self, size: int, threshold: int) -> None:
+        """Size or threshold 0 never fires."""
+        self._threshold = threshold if size else 0
+        self._last: deque[int] = deque(maxlen=size)
+        self._counts: Counter[tuple[int, ...]] = Counter()
+
+    @property
+    def is_active(self) -> bool:
+        return self._threshold > 0
+
+    def push(self, token_id: int) -> bool:
+        self._last.append(token_id)
+        if len(self._last) < (self._last.maxlen or 0):
+            return False
+        ngram = tuple(self._last)
+        self._counts[ngram] += 1
+        return self._counts[ngram] >= self._threshold
+
+
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What one step adds to the text: `num_tokens` of the step's tokens belong to it; `stopped` by a stop string."""
+    """What one step adds to the text: `num_tokens` of the step's tokens belong to it; `stopped`: nothing follows."""
 
     text: str
     num_tokens: int
@@ -80,19 +107,42 @@ class TextPiece:
 
 
 class TextStream:
-    """Turns a request's token ids into text, step by step, up to its first stop string.
+    """Turns a request's token ids into text, step by step, up to its first stop string or repetition.
 
-    A stop string acts from the `min_tokens`-th token on: the token that completes it must have at least that number.
+    Both act from the `min_tokens`-th token on: the token that completes them must have at least that number.
     """
 
-    __slots__ = ('_detokenizer', '_ended', '_min_tokens', '_num_tokens', '_stops')
+    __slots__ = ('_detokenizer', '_ended', '_min_tokens', '_num_tokens', '_repetition', '_stops')
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, stops: StopStrings, min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        detokenizer: IncrementalDetokenizer,
+        stops: StopStrings,
+        min_tokens: int = 0,
+        repetition: RepetitionStop | None = None,
+    ) -> None:
         self._detokenizer, self._stops, self._min_tokens = detokenizer, stops, min_tokens
+        self._repetition = repetition if repetition is not None and repetition.is_active else None
         self._num_tokens = 0
         self._ended = False
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
+        if self._repetition is None:
+            return self._push_until_string(token_ids)
+        num_until = self._num_until_repetition(self._repetition, token_ids)
+        piece = self._push_until_string(token_ids[:num_until])
+        if piece.stopped or num_until is None:
+            return piece
+        return TextPiece(piece.text, piece.num_tokens, stopped=True)
+
+    def _num_until_repetition(self, repetition: RepetitionStop, token_ids: Sequence[int]) -> int | None:
+        """How many of the ids there are up to the one that completes a repetition; None if none does."""
+        for number, token_id in enumerate(token_ids, 1):
+            if repetition.push(token_id) and self._num_tokens + number >= self._min_tokens:
+                return number
+        return None
+
+    def _push_until_string(self, token_ids: Sequence[int]) -> TextPiece:
         num_unarmed = min(len(token_ids), max(0, self._min_tokens - 1 - self._num_tokens))
         if num_unarmed == 0:
             return self._push_armed(token_ids)

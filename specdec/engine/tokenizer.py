@@ -135,6 +135,20 @@ class Tokenizer:
         return self._hf.eos_token_id
 
     @property
+    def hf_tokenizer(self) -> Any:
+        """The tokenizer as transformers has it."""
+        return self._hf
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids whose text is left out unless somebody asks for it."""
+        return self._special_ids
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is exactly this text, if there is one."""
+        return self._backend.token_to_id(text)
+
+    @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None or self._hf.chat_template is not None
 

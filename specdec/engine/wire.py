@@ -19,6 +19,7 @@ from specdec.messages import (
     EngineRequest,
     EngineStats,
     ErrorInfo,
+    GrammarVocabulary,
     RequestOutput,
     SamplingParams,
     StatsQuery,
@@ -26,6 +27,7 @@ from specdec.messages import (
 
 MESSAGES = (
     EngineReady, EngineFailure, EngineRequest, AbortRequests, StatsQuery, EngineStats, RequestOutput,
+    GrammarVocabulary,
 )  # fmt: skip
 PARTS = (EngineInfo, SamplingParams, ErrorInfo)  # messages' fields that are dataclasses themselves
 _OUTPUTS = len(MESSAGES)  # the code of a list of RequestOutputs, one step's

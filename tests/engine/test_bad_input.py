@@ -300,12 +300,21 @@ BAD_VALUES: dict[str, list[Any]] = {
     'do_sample': [1],
     'ignore_eos': ['no'],
     'speculative': [None],
-    # known, and served by nobody yet
-    'n': [2],
-    'repetition_penalty': [1.3],
-    'bad_words': [['x']],
-    'response_format': [{'type': 'json_object'}],
-    'repetition_ngram_size': [3],
+    'n': [0, 129, 1.5],
+    'repetition_penalty': [0, -1, 11, float('nan')],
+    'presence_penalty': [-2.1, 2.1, 'x'],
+    'frequency_penalty': [-2.1, 2.1, None],
+    'bad_words': ['x', [''], [3], ['x'] * 65, ['x' * 257]],
+    'bad_token_ids': [3, ['x'], list(range(257))],
+    'allowed_token_ids': [[], [True], 'x', list(range(16385))],
+    'logit_bias': [[], {'1': 1.0}, {1: 101}, {1: float('inf')}, dict.fromkeys(range(513), 1.0)],
+    'response_format': ['json', 3],
+    'repetition_ngram_size': [3, -1],
+    'repetition_ngram_threshold': [3, -1],
+    'thinking_budget': [-1, 1.5],
+    'draft_sampling': ['beam', 1],
+    # known, and served by nobody
+    'logits_processors': [[print]],
     'output_logits': ['all'],
 }
 BAD_SETTINGS = [(field, value) for field, values in BAD_VALUES.items() for value in values]

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from specdec.engine.stops import StopStrings, TextStream
+from specdec.engine.stops import RepetitionStop, StopStrings, TextStream
 from specdec.engine.tokenizer import ByteDetokenizer
 
 
@@ -106,3 +106,43 @@ def test_half_a_character_at_the_end_is_flushed():
 
 def test_without_stop_strings_everything_passes():
     assert run(stream([]), b'anything', (3,)) == (['any', 'thi', 'ng', ''], 8, False)
+
+
+# ------------------------------------------------------------------------------------------------------ repetitions
+def repeated(data: bytes, size: int, threshold: int, min_tokens: int = 0) -> int | None:
+    """By definition: how many tokens there are when the last `size` have occurred `threshold` times."""
+    for end in range(max(size, min_tokens), len(data) + 1):
+        last = data[end - size : end]
+        if sum(data[i : i + size] == last for i in range(end - size + 1)) >= threshold:
+            return end
+    return None
+
+
+@pytest.mark.parametrize('sizes', [(1,), (3, 1, 5), (100,)])
+@pytest.mark.parametrize('min_tokens', [0, 9])
+def test_a_repetition_ends_the_text_at_its_last_token(sizes, min_tokens):
+    dice = random.Random(1)
+    for _ in range(200):
+        data = bytes(dice.choice(b'ab') for _ in range(dice.randint(0, 24)))
+        size, threshold = dice.randint(1, 3), dice.randint(2, 4)
+        found = TextStream(ByteDetokenizer(characters), StopStrings(()), min_tokens, RepetitionStop(size, threshold))
+        texts, num_tokens, stopped = run(found, data, sizes)
+        expected = repeated(data, size, threshold, min_tokens)
+        assert stopped == (expected is not None)
+        assert num_tokens == (len(data) if expected is None else expected)
+        assert ''.join(texts).encode() == data[:num_tokens]
+
+
+def test_the_earliest_end_wins():
+    def ended(data: bytes):
+        found = TextStream(ByteDetokenizer(characters), StopStrings(['xy']), 0, RepetitionStop(2, 2))
+        return run(found, data, (100,))
+
+    assert ended(b'ababxy') == (['abab', ''], 4, True)
+    assert ended(b'abxyab') == (['ab', ''], 4, True)
+    assert ended(b'abxabx') == (['abxab', ''], 5, True)  # what was held back for the string is shown
+
+
+def test_no_repetition_without_size_or_threshold():
+    for size, threshold in ((0, 0), (0, 3), (3, 0)):
+        assert not RepetitionStop(size, threshold).is_active
