@@ -36,6 +36,7 @@ def chat(
     speculative_draft_model: options.SpeculativeDraftModel = None,
     speculative_num_draft_tokens: options.SpeculativeNumDraftTokens = None,
     speculative_dflash_block_size: options.SpeculativeDflashBlockSize = None,
+    draft_sampling: options.DraftSampling = None,
     backend: options.Backend = 'pytorch',
     trust_remote_code: options.TrustRemoteCode = False,
     adapters: options.Adapters = None,
@@ -72,7 +73,11 @@ def chat(
         options.chat_template_config(chat_template),
         trust_remote_code=trust_remote_code,
         speculative_config=options.speculative_config(
-            speculative_algorithm, speculative_draft_model, speculative_num_draft_tokens, speculative_dflash_block_size
+            speculative_algorithm,
+            speculative_draft_model,
+            speculative_num_draft_tokens,
+            speculative_dflash_block_size,
+            draft_sampling,
         ),
     )
     with model_pipeline:

@@ -81,6 +81,14 @@ SpeculativeDflashBlockSize = Annotated[
     typer.Option(help='Verified rows per DFlash step: drafted tokens + 1.', rich_help_panel=SPECULATION),
 ]
 
+DraftSampling = Annotated[
+    str | None,
+    typer.Option(
+        help="How drafts of sampling requests are drawn: 'coupled' (the default), 'greedy' or 'probabilistic'.",
+        rich_help_panel=SPECULATION,
+    ),
+]
+
 
 def refuse_other_backends(backend: str) -> None:
     if backend != 'pytorch':
@@ -103,15 +111,21 @@ def engine_config(
 
 
 def speculative_config(
-    algorithm: str | None, draft_model: str | None, num_draft_tokens: int | None, dflash_block_size: int | None
+    algorithm: str | None,
+    draft_model: str | None,
+    num_draft_tokens: int | None,
+    dflash_block_size: int | None,
+    draft_sampling: str | None = None,
 ) -> SpeculativeConfig | None:
-    """ConfigError for a draft without an algorithm."""
+    """ConfigError for a draft without an algorithm. `draft_sampling` None is the config's default."""
     if algorithm is not None:
-        return SpeculativeConfig(algorithm, draft_model or '', num_draft_tokens, dflash_block_size)
+        drawn = {} if draft_sampling is None else {'draft_sampling': draft_sampling}
+        return SpeculativeConfig(algorithm, draft_model or '', num_draft_tokens, dflash_block_size, **drawn)
     flags = {
         'speculative_draft_model': draft_model,
         'speculative_num_draft_tokens': num_draft_tokens,
         'speculative_dflash_block_size': dflash_block_size,
+        'draft_sampling': draft_sampling,
     }
     for name, value in flags.items():
         if value is not None:

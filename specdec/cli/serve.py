@@ -185,7 +185,11 @@ def api_server(
         typer.Option(help="Tool calls: 'qwen' (also qwen2d5, qwen3) or 'qwen3coder'.", rich_help_panel=ANSWERS),
     ] = None,
     logprobs_mode: Annotated[
-        str | None, typer.Option(help="'raw_logprobs', which is also the default.", rich_help_panel=ANSWERS)
+        str | None,
+        typer.Option(
+            help="'raw_logprobs', which is also the default, or 'processed_logprobs': of what tokens are drawn from.",
+            rich_help_panel=ANSWERS,
+        ),
     ] = None,
     device: options.Device = 'auto',
     dtype: options.Dtype = 'auto',
@@ -223,6 +227,7 @@ def api_server(
     speculative_draft_model: options.SpeculativeDraftModel = None,
     speculative_num_draft_tokens: options.SpeculativeNumDraftTokens = None,
     speculative_dflash_block_size: options.SpeculativeDflashBlockSize = None,
+    draft_sampling: options.DraftSampling = None,
     backend: options.Backend = 'pytorch',
     trust_remote_code: options.TrustRemoteCode = False,
     adapters: options.Adapters = None,
@@ -263,7 +268,11 @@ def api_server(
         language_model_only=language_model_only,
     )
     speculative = options.speculative_config(
-        speculative_algorithm, speculative_draft_model, speculative_num_draft_tokens, speculative_dflash_block_size
+        speculative_algorithm,
+        speculative_draft_model,
+        speculative_num_draft_tokens,
+        speculative_dflash_block_size,
+        draft_sampling,
     )
     if ssl and not (ssl_keyfile and ssl_certfile):
         raise ConfigError('ssl', True, 'needs SSL_KEYFILE and SSL_CERTFILE in the environment')

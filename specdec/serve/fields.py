@@ -22,6 +22,14 @@ def _as_is(value: Any) -> Any:
     return value
 
 
+def _by_token_id(value: dict[str, float]) -> dict[int, float]:
+    """JSON has only text as keys."""
+    try:
+        return {int(token_id): bias for token_id, bias in value.items()}
+    except ValueError:
+        raise RequestError('logit_bias', value, 'each key must be a token id') from None
+
+
 def _unless_text(value: dict[str, Any]) -> dict[str, Any] | None:
     return None if value == {'type': 'text'} else value
 
@@ -44,19 +52,21 @@ ACTING: dict[str, tuple[str, Callable[[Any], Any]]] = {
     'repetition_penalty': ('repetition_penalty', _as_is),
     'repetition_ngram_size': ('repetition_ngram_size', _as_is),
     'repetition_ngram_threshold': ('repetition_ngram_threshold', _as_is),
+    'presence_penalty': ('presence_penalty', _as_is),
+    'frequency_penalty': ('frequency_penalty', _as_is),
+    'logit_bias': ('logit_bias', _by_token_id),
     'bad_words': ('bad_words', _as_is),
+    'bad_token_ids': ('bad_token_ids', _as_is),
+    'allowed_token_ids': ('allowed_token_ids', _as_is),
     'response_format': ('response_format', _unless_text),
     'speculative': ('speculative', _as_is),
     'num_speculative_tokens': ('num_speculative_tokens', _as_is),
+    'draft_sampling': ('draft_sampling', _as_is),
+    'thinking_budget': ('thinking_budget', _as_is),
 }
 
 # request field: values besides null that change nothing; any other is refused by name
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    'presence_penalty': (0,),
-    'frequency_penalty': (0,),
-    'logit_bias': ({},),
-    'thinking_budget': (),
-    'draft_sampling': ('greedy',),
     'return_logprob': (False,),
     'return_routed_experts': (False,),
     'image_data': ([],),
@@ -97,9 +107,9 @@ def generation_config(body: Sampling, defaults: Mapping[str, Any], **more: Any) 
     settings = {'do_sample': True, **defaults, **more}
     for name in body.model_fields_set & ACTING.keys():
         value = _value(body, name)
-        if value is not None:
-            target, convert = ACTING[name]
-            settings[target] = convert(value)
+        target, convert = ACTING[name]
+        if value is not None and (converted := convert(value)) is not None:
+            settings[target] = converted
     try:
         return GenerationConfig(**settings)
     except RequestError as error:

@@ -55,7 +55,9 @@ class Sampling(Body):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     logit_bias: dict[str, Number] | None = None
-    bad_words: list[str] | None = None
+    bad_words: list[str] | None = Field(None, description='Texts whose tokens are never emitted.')
+    bad_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = Field(None, description='The only tokens that may be emitted.')
     response_format: Dictionary | None = None
     thinking_budget: Count | None = None
     speculative: bool | None = Field(None, description='False: decode this request without drafts.')

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response as HttpResponse
 
+from specdec.engine.grammar import tools_format
 from specdec.engine.live_request import LiveRequest
 from specdec.errors import EngineError, RequestError
 from specdec.messages import GenerationConfig
@@ -61,7 +62,9 @@ async def chat_completions(request: Request) -> HttpResponse:
     tools = _tools(service, body)
     num_top = _chat_logprobs(body)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    config = generation_config(body, service.defaults, max_new_tokens=limit, logprobs=num_top)
+    forced = _forced_tools(service, body, tools)
+    config = generation_config(body, service.defaults, max_new_tokens=limit, logprobs=num_top, **forced)
+    await service.engine.prepare(config)
     prompt, prompt_ids = await _chat_prompt(service, body, tools)
     answer = _answer('chatcmpl', service, body, num_top)
 
@@ -131,7 +134,7 @@ def _template_arguments(service: Service, body: ChatRequest) -> dict[str, Any]:
 
 
 def _tools(service: Service, body: ChatRequest) -> list[dict[str, Any]] | None:
-    """The tools that the template is shown; RequestError for what has no parser or no grammar behind it."""
+    """The tools that the template is shown; RequestError for what has no parser behind it."""
     choice = body.tool_choice
     if not body.tools:
         if choice not in (None, 'none', 'auto'):
@@ -144,11 +147,19 @@ def _tools(service: Service, body: ChatRequest) -> list[dict[str, Any]] | None:
             raise RequestError('tools', tool, 'each function needs a name')
     if choice == 'none':
         return None
-    if choice not in (None, 'auto'):
-        raise RequestError('tool_choice', choice, "only 'auto' and 'none' can be served here", 'unsupported_value')
     if service.parsers.tools is None:
         raise RequestError('tools', '[...]', 'the server was started without --tool-call-parser', 'unsupported_value')
     return body.tools
+
+
+def _forced_tools(service: Service, body: ChatRequest, tools: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """The grammar of answers that must call a tool, as settings; nothing where the model chooses."""
+    choice = body.tool_choice
+    if tools is None or choice in (None, 'auto'):
+        return {}
+    if body.response_format is not None and body.response_format != {'type': 'text'}:
+        raise RequestError('tool_choice', choice, 'contradicts response_format; the answer is either')
+    return {'response_format': tools_format(service.parsers.tools, tools, choice)}
 
 
 def _chat_logprobs(body: ChatRequest) -> int | None:
@@ -169,6 +180,7 @@ async def completions(request: Request) -> HttpResponse:
     refuse_what_cannot_act(body)
     limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     config = generation_config(body, service.defaults, max_new_tokens=limit, logprobs=body.logprobs)
+    await service.engine.prepare(config)
     prompts = [await _as_ids(service, prompt) for prompt in _prompts(body.prompt)]
     answer = _answer('cmpl', service, body, body.logprobs)
 
@@ -200,6 +212,9 @@ async def generate(request: Request) -> HttpResponse:
         raise RequestError('top_logprobs_num', body.top_logprobs_num, 'needs return_logprob=true')
     num_top = (body.top_logprobs_num or 0) if body.return_logprob else None
     config = generation_config(body, service.defaults, max_new_tokens=body.max_tokens, logprobs=num_top)
+    if config.n != 1:
+        raise RequestError('n', config.n, 'this endpoint gives one answer')
+    await service.engine.prepare(config)
     prompt_ids = await _as_ids(service, body.prompt if body.input_ids is None else body.input_ids)
     wishes = Wishes(num_top=num_top, speculation=bool(body.return_speculation))
     answer = Answer('gen', service.model_name, service.engine.tokenizer, wishes)
@@ -243,7 +258,8 @@ def _start(
     if service.draining:
         raise ApiError(503, 'the server is shutting down', 'shutting_down')
     streams = bool(body.stream)
-    lives = [service.engine.make(ids, config, streams) for ids, config in zip(prompts, configs)]
+    choices_of = service.engine.make_choices
+    lives = [live for ids, config in zip(prompts, configs) for live in choices_of(ids, config, streams)]
     service.admission.take(len(lives))
     try:
         service.register(answer.id, body.session_id, [live.request.request_id for live in lives])

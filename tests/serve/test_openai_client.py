@@ -1,6 +1,7 @@
 """The official client against the demo model behind the real command."""
 
 import asyncio
+import json
 
 import httpx
 import openai
@@ -222,3 +223,52 @@ def test_metrics_hold_the_identity(client, demo_server):
     assert positions == sorted(positions, reverse=True)
     assert metrics['request_generation_tokens_sum'] == emitted
     demo_server.wait_until_idle()
+
+
+# ------------------------------------------------------------------------------------------------ rules and grammars
+def test_choices_have_consecutive_seeds(client):
+    def sampled(seed: int, n: int):
+        return ask(client, temperature=1.0, seed=seed, n=n, max_tokens=24)
+
+    several = sampled(11, 3)
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    alone = [sampled(11 + i, 1).choices[0].message.content for i in range(3)]
+    assert [choice.message.content for choice in several.choices] == alone
+    assert several.usage.completion_tokens == 72
+    streamed = ['', '', '']
+    for chunk in ask(client, temperature=1.0, seed=11, n=3, max_tokens=24, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ''
+    assert streamed == alone
+
+
+def test_rules_act(client, offline):
+    plain = ask(client).choices[0]
+    for extra in ({'repetition_penalty': 1.5}, {'bad_words': [plain.message.content.split()[0]]}):
+        assert ask(client, extra_body=extra).choices[0].message.content != offline[0]
+    for wishes in ({'presence_penalty': 2}, {'frequency_penalty': 2}, {'logit_bias': {'5': 100}}):
+        assert ask(client, **wishes).choices[0].message.content != offline[0]
+    short = ask(client, extra_body={'repetition_ngram_size': 1, 'repetition_ngram_threshold': 2}).choices[0]
+    assert short.finish_reason == 'stop'
+    assert offline[0].startswith(short.message.content)
+    for wishes in ({'logit_bias': {'x': 1}}, {'logit_bias': {'5000': 1}}, {'presence_penalty': 3}, {'n': 0}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(client, **wishes)
+        assert caught.value.param == next(iter(wishes))
+
+
+def test_structured_output(client):
+    pytest.importorskip('xgrammar')
+    schema = {'type': 'object', 'properties': {'x': {'enum': ['a', 'ü']}}, 'required': ['x']}
+    wanted = {'type': 'json_schema', 'json_schema': {'name': 'x', 'schema': schema}}
+    for stream in (False, True):
+        answer = ask(client, temperature=1.0, seed=3, max_tokens=200, response_format=wanted, stream=stream,
+                     extra_body={'ignore_eos': False})  # fmt: skip
+        text = (
+            ''.join(c.choices[0].delta.content or '' for c in answer if c.choices)
+            if stream
+            else answer.choices[0].message.content
+        )
+        assert json.loads(text)['x'] in ('a', 'ü')
+    with pytest.raises(openai.BadRequestError, match='response_format'):
+        ask(client, response_format={'type': 'json_schema', 'json_schema': {'name': 'x', 'schema': {'type': 'no'}}})
