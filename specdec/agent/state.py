@@ -7,7 +7,7 @@ proposal at its end. Slot 0 is scratch; padding rows use it and no request ever 
 import torch
 from torch import Tensor
 
-from specdec.agent.transfer import to_device
+from specdec.agent.transfer import tensor_to_device, to_device
 from specdec.messages import DRAFT_SAMPLINGS, MAX_BANNED_IDS, MAX_STOP_IDS, SamplingParams
 from specdec.plan import RULES, Admit, Stage, StepPlan
 from specdec.spec_decode.rules import HEAD, NO_ID, NO_OUTPUT, NOT_THINKING, Rules
@@ -136,8 +136,7 @@ class SlotState:
 
     def write_masks(self, slots: list[int], masks: Tensor) -> None:
         """This step's masks [n, K + 1, V / 32] int32, on the host, of slots whose requests follow a grammar."""
-        if self.device.type == 'cuda':
-            masks = masks.pin_memory().to(self.device, non_blocking=True)
+        masks = tensor_to_device(masks, self.device)
         self.rules.tables.masks.index_copy_(0, to_device(slots, self.device), masks)
 
     def commit(self, slots: Tensor, lengths: Tensor) -> None:

@@ -18,6 +18,11 @@ def to_device(values: Sequence[object], device: torch.device, dtype: torch.dtype
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def tensor_to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device, ordered on the current stream."""
+    return values if device.type == 'cpu' else values.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class HostCopy:
     """Tensors on their way to the host; `wait` returns them once they have arrived."""
