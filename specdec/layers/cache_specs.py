@@ -11,6 +11,15 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class CacheRoom:
+    """What there is to fill: pages of `page_size` tokens, page 0 scratch, and slots, slot 0 scratch."""
+
+    num_pages: int
+    page_size: int
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
 class PagedSpec:
     """Keys and values of `num_layers` attention layers, one entry each per token."""
 

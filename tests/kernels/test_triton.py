@@ -222,13 +222,13 @@ def test_page_writes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
-@pytest.mark.parametrize('rows', [1, 9, 40])
-def test_experts(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(('rows', 'limit'), [(1, None), (9, 0.3), (40, None)])
+def test_experts(rows: int, limit: float | None, dtype: torch.dtype) -> None:
     x = random(rows, 48, dtype=dtype)
     gate_up, down = random(6, 80, 48, dtype=dtype) * 0.15, random(6, 48, 40, dtype=dtype) * 0.15
     weights, experts = moe_triton.route_top_k(random(rows, 6), 3, True)
-    found = moe_triton.expert_mlps(x, gate_up, down, weights, experts)
-    close(found, moe_ref.expert_mlps(x, gate_up, down, weights, experts), dtype)
+    found = moe_triton.expert_mlps(x, gate_up, down, weights, experts, limit)
+    close(found, moe_ref.expert_mlps(x, gate_up, down, weights, experts, limit), dtype)
 
 
 @pytest.mark.parametrize('kind', ['vanilla', 'gated', 'rnn'])

@@ -15,10 +15,24 @@ def route_top_k(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tens
     return _implementation(logits.device.type, 'route_top_k')(logits, k, renormalise)
 
 
-def expert_mlps(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def route_sqrt_softplus(
+    logits: Tensor, bias: Tensor | None, experts: Tensor | None, k: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V4's router: logits [T, E] fp32 -> weights [T, k] fp32, experts [T, k] int64.
+
+    s = sqrt(softplus(logit)). The k experts are those with the largest s + bias [E] (the lower one if equal), or the
+    given `experts` [T, k]; weights are s, without the bias, over their sum, times `scale`.
+    """
+    return _implementation(logits.device.type, 'route_sqrt_softplus')(logits, bias, experts, k, scale)
+
+
+def expert_mlps(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, limit: float | None = None
+) -> Tensor:
     """sum_j weights[t, j] * down_e(silu(gate_e x) * up_e x), e = experts[t, j]: x [T, H] -> [T, H] in x's dtype.
 
     gate_up [E, 2 I, H] = (gate, up), down [E, H, I], weights [T, k] fp32, experts [T, k] int64. Each product is rounded
-    to x's dtype; the k terms are added in the order of j, in fp32.
+    to x's dtype; the k terms are added in the order of j, in fp32. With a `limit` L the gate counts as min(gate, L) and
+    up as up clamped to -L .. L.
     """
-    return _implementation(x.device.type, 'expert_mlps')(x, gate_up, down, weights, experts)
+    return _implementation(x.device.type, 'expert_mlps')(x, gate_up, down, weights, experts, limit)

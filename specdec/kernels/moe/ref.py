@@ -14,10 +14,25 @@ def route_top_k(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tens
     return weights, experts
 
 
-def expert_mlps(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def route_sqrt_softplus(
+    logits: Tensor, bias: Tensor | None, experts: Tensor | None, k: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    scores = F.softplus(logits).sqrt()
+    if experts is None:
+        biased = scores if bias is None else scores + bias
+        experts = biased.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    weights = scores.gather(1, experts)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale, experts
+
+
+def expert_mlps(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, limit: float | None = None
+) -> Tensor:
     terms = x.new_empty(*experts.shape, x.shape[-1])
     for expert in experts.unique().tolist():
         rows, choices = torch.where(experts == expert)
         gate, up = F.linear(x[rows], gate_up[expert]).chunk(2, -1)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         terms[rows, choices] = F.linear(F.silu(gate) * up, down[expert])
     return (terms.float() * weights[..., None]).sum(1).to(x.dtype)

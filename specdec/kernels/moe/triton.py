@@ -11,18 +11,18 @@ from torch import Tensor
 
 from specdec.kernels.launch import launch_options, release, wait
 from specdec.kernels.moe import ref
-from specdec.kernels.moe.ref import route_top_k
+from specdec.kernels.moe.ref import route_sqrt_softplus, route_top_k
 
-__all__ = ['expert_mlps', 'route_top_k']
+__all__ = ['expert_mlps', 'route_sqrt_softplus', 'route_top_k']
 
 MAX_ROWS = 64
 
 
 @triton.jit
 def _experts_kernel(
-    x, weight, experts, out, pairs, inputs, outputs, share,
+    x, weight, experts, out, pairs, inputs, outputs, share, limit,
     PAIRS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    LIMITED: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -53,19 +53,22 @@ def _experts_kernel(
             if GATED:
                 up = tl.load(base + outputs.to(tl.int64) * inputs + place, mask=inside, other=0.0)
                 total_up = tl.dot(rows, tl.trans(up), total_up, input_precision=PRECISION)
+        if LIMITED:
+            total = tl.minimum(total, limit)
+            total_up = tl.minimum(tl.maximum(total_up, -limit), limit)
         if GATED:
             total = total * tl.sigmoid(total) * total_up
         tl.store(out + pair[:, None].to(tl.int64) * outputs + n[None, :], total, mask=used[:, None] & in_n[None, :])
 
 
-def _experts(x: Tensor, weight: Tensor, experts: Tensor, share: int, gated: bool) -> Tensor:
+def _experts(x: Tensor, weight: Tensor, experts: Tensor, share: int, gated: bool, limit: float | None) -> Tensor:
     """One product per (row, choice) pair -> [pairs, outputs] in x's dtype; pair p reads row p // share of x."""
     pairs, inputs = experts.numel(), x.shape[1]
     outputs = weight.shape[1] // 2 if gated else weight.shape[1]
     out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
     _experts_kernel[(triton.cdiv(outputs, 32), weight.shape[0])](
-        x, weight, experts, out, pairs, inputs, outputs, share,
-        PAIRS=triton.next_power_of_2(pairs), BM=16, BN=32, BK=128, GATED=gated,
+        x, weight, experts, out, pairs, inputs, outputs, share, 0.0 if limit is None else float(limit),
+        PAIRS=triton.next_power_of_2(pairs), BM=16, BN=32, BK=128, GATED=gated, LIMITED=limit is not None,
         PRECISION='ieee' if x.dtype == torch.float32 else 'tf32', num_warps=4, num_stages=3, **launch_options(x.device),
     )  # fmt: skip
     return out
@@ -86,14 +89,16 @@ def _sum_kernel(terms, weights, out, size, CHOICES: tl.constexpr, BLOCK: tl.cons
     tl.store(out + row * size + column, total, mask=inside)
 
 
-def expert_mlps(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def expert_mlps(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, limit: float | None = None
+) -> Tensor:
     rows, size = x.shape
     if rows > MAX_ROWS:
-        return ref.expert_mlps(x, gate_up, down, weights, experts)
+        return ref.expert_mlps(x, gate_up, down, weights, experts, limit)
     choices = experts.shape[1]
     experts, weights = experts.contiguous(), weights.contiguous()
-    inner = _experts(x.contiguous(), gate_up, experts, choices, gated=True)
-    terms = _experts(inner, down, experts, 1, gated=False)
+    inner = _experts(x.contiguous(), gate_up, experts, choices, True, limit)
+    terms = _experts(inner, down, experts, 1, False, None)
     out = torch.empty_like(x)
     block = min(1024, triton.next_power_of_2(size))
     _sum_kernel[(rows, triton.cdiv(size, block))](
