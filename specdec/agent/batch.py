@@ -74,7 +74,7 @@ def decode_batch(
     packed, lengths = _decode_rows(ints, drafts, page_table, num_rows, page_size)
     layout = RowLayout(packed.offsets, packed.contexts, page_table, (), state.num_drafts + 1, page_size)
     return Batch(
-        rows=Rows(packed.ids, packed.positions, packed.entries, layout),
+        rows=Rows(packed.ids, packed.positions, packed.entries, slots, layout),
         slots=slots,
         num_absorbing=0,
         logit_rows=None,
@@ -105,7 +105,7 @@ def mixed_batch(state: SlotState, plan: StepPlan, pad: bool, page_size: int, sta
         page_size=page_size,
     )
     return Batch(
-        rows=Rows(packed.ids, packed.positions, packed.entries, layout),
+        rows=Rows(packed.ids, packed.positions, packed.entries, slots, layout),
         slots=slots,
         num_absorbing=absorbing,
         logit_rows=logit_rows,

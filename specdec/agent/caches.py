@@ -4,28 +4,30 @@ Next: model_agent.py, which hands them to the models.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from specdec.errors import ConfigError
-from specdec.layers.cache_specs import PagedCache, PagedSpec
+from specdec.layers.cache_specs import CacheRoom, CacheSpec
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """`num_pages` include the scratch page. Bytes per token by cache; `free_bytes` were there to be shared out, of
-    which `state_bytes` went to the slots' own state (counts and masks of ids, distributions of probabilistic drafts).
+    which `state_bytes` went to the slots' own state (rings, counts and masks of ids, distributions of probabilistic
+    drafts).
     """
 
     num_pages: int
     page_size: int
-    bytes_per_token: dict[str, int]
+    bytes_per_token: dict[str, float]
     free_bytes: int
     state_bytes: int = 0
 
     @property
     def cache_bytes(self) -> int:
-        return self.num_pages * self.page_size * sum(self.bytes_per_token.values())
+        return self.num_pages * page_bytes(self.page_size, self.bytes_per_token)
 
     @property
     def token_capacity(self) -> int:
@@ -34,7 +36,7 @@ class MemoryPlan:
 
     def describe(self) -> str:
         """One line for people."""
-        total = sum(self.bytes_per_token.values())
+        total = sum(self.bytes_per_token.values()) or 1
         shares = ', '.join(
             f'{name} {size / 1024:.1f} KiB ({size / total:.0%})' for name, size in self.bytes_per_token.items()
         )
@@ -46,7 +48,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    specs: tuple[PagedSpec, ...],
+    specs: tuple[CacheSpec, ...],
     page_size: int,
     free_bytes: int,
     share: float,
@@ -59,8 +61,8 @@ def plan_memory(
     `num_pages` > 0 overrides both. ConfigError if not even one page beside the scratch page fits.
     """
     per_token = {spec.name: spec.bytes_per_token for spec in specs}
-    page_bytes = page_size * sum(per_token.values())
-    count = num_pages + 1 if num_pages else int((free_bytes - state_bytes) * share) // page_bytes
+    each = page_bytes(page_size, per_token)
+    count = num_pages + 1 if num_pages else int((free_bytes - state_bytes) * share) // each
     if not num_pages and wanted_tokens:
         count = min(count, -(-wanted_tokens // page_size) + 1)
     if count < 2:
@@ -68,19 +70,23 @@ def plan_memory(
         raise ConfigError(
             'cache_max_entry_count',
             share,
-            f'leaves no room for one page of {page_bytes} bytes in {free} free bytes; free memory or raise it',
+            f'leaves no room for one page of {each} bytes in {free} free bytes; free memory or raise it',
         )
     return MemoryPlan(count, page_size, per_token, free_bytes, state_bytes)
 
 
+def page_bytes(page_size: int, bytes_per_token: dict[str, float]) -> int:
+    """Of one page; a whole number, since a page holds whole entries where several tokens share one."""
+    return round(page_size * sum(bytes_per_token.values()))
+
+
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """`draft` is empty without a draft."""
+    """What the models' specs allocated; `draft` is None without a draft."""
 
-    target: PagedCache
-    draft: PagedCache
+    target: Any
+    draft: Any
 
     @classmethod
-    def allocate(cls, target: PagedSpec, draft: PagedSpec | None, plan: MemoryPlan, device: torch.device) -> 'Caches':
-        own = PagedCache((), ()) if draft is None else draft.allocate(plan.num_pages, plan.page_size, device)
-        return cls(target.allocate(plan.num_pages, plan.page_size, device), own)
+    def allocate(cls, target: CacheSpec, draft: CacheSpec | None, room: CacheRoom, device: torch.device) -> 'Caches':
+        return cls(target.allocate(room, device), None if draft is None else draft.allocate(room, device))

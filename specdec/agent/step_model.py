@@ -116,6 +116,7 @@ class StepModel:
             entries=rows.slots,
             row_offsets=rows.layout.row_offsets,
             committed=committed,
+            slots=batch.slots,
             anchors=anchors,
             lengths=lengths,
             page_table=rows.layout.page_table[batch.num_absorbing :],

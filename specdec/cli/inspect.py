@@ -18,7 +18,10 @@ from rich.table import Table
 
 from specdec.errors import ConfigError
 from specdec.models.checkpoint import looks_like_draft, parse_draft, read_target, tensor_shapes
-from specdec.models.configs import DecoderConfig, DraftConfig, LayerRule, Qwen3Config
+from specdec.models.configs import DecoderConfig, DraftConfig, LayerRule, Qwen3Config, TargetConfig
+from specdec.models.deepseek_v4.config import DeepseekV4Config
+from specdec.models.deepseek_v4.target import implied_shapes
+from specdec.models.deepseek_v4.tensors import plain_shapes
 from specdec.models.draft_dialects import check_fit
 from specdec.models.hub import resolve_model
 from specdec.models.tensor_table import (
@@ -44,7 +47,7 @@ class Report:
     """What `inspect` found. `misfit`: why it does not go with the target; `damage`: what is wrong with its tensors."""
 
     folder: str
-    config: Qwen3Config | DraftConfig
+    config: TargetConfig | DraftConfig
     tensors: TensorAccount
     target: str | None = None
     misfit: str | None = None
@@ -101,8 +104,17 @@ def examine(folder: Path, target: Path | None = None) -> Report:
     if target is not None:
         raise ConfigError('target', str(target), f'goes with a draft, and {folder} is none')
     served = read_target(folder)
-    tensors = account(tensor_shapes(folder), target_tensor_shapes(served), ignored_target(served))
+    tensors = account_target(folder, served)
     return Report(str(folder), served, tensors, damage=_objection(lambda: tensors.check(str(folder))))
+
+
+def account_target(folder: Path, config: TargetConfig) -> TensorAccount:
+    """A target's headers against its config; heads in its checkpoint are part of it."""
+    found = tensor_shapes(folder)
+    if isinstance(config, DeepseekV4Config):
+        return account(plain_shapes(found), implied_shapes(config), ignored_target(config))
+    assert isinstance(config, Qwen3Config), 'every kind of target has its table'
+    return account(found, target_tensor_shapes(config), ignored_target(config))
 
 
 def _objection(check: Callable[[], None]) -> str | None:
@@ -135,7 +147,7 @@ def as_dictionary(report: Report) -> dict[str, Any]:
 
 def _show(report: Report) -> None:
     config = report.config
-    rows = describe_draft(config) if isinstance(config, DraftConfig) else describe_target(config)
+    rows = describe(config)
     if report.target is not None:
         rows.append(('fits the target', 'no' if report.misfit else f'yes, {report.target}'))
     sections = [('understood', [('folder', report.folder), *rows]), ('tensors', describe_tensors(report.tensors))]
@@ -157,6 +169,53 @@ def _show_plain(sections: list[tuple[str, Rows]]) -> None:
     for _, rows in sections:
         for label, text in rows:
             typer.echo(f'{label}: {text}')
+
+
+def describe(config: TargetConfig | DraftConfig) -> Rows:
+    """A config in words, as (label, text)."""
+    if isinstance(config, DraftConfig):
+        return describe_draft(config)
+    if isinstance(config, DeepseekV4Config):
+        return describe_deepseek_v4(config)
+    assert isinstance(config, Qwen3Config), 'every kind of target has its words'
+    return describe_target(config)
+
+
+def describe_deepseek_v4(config: DeepseekV4Config) -> Rows:
+    """Its config in words, the bundled heads included."""
+    counts = {ratio: config.ratios.count(ratio) for ratio in (0, 4, 128)}
+    heads = 'none'
+    if config.classic_mtp:
+        heads = 'a classic MTP layer, ignored'
+    if config.draft is not None:
+        draft = config.draft
+        heads = (
+            f'DSpark, {draft.num_stages} stages, {draft.block_rows} proposals, taps {_numbers(draft.taps)}, '
+            f'Markov rank {draft.markov_rank}, {"with" if draft.confidence else "without"} confidence head'
+        )
+    return [
+        ('kind', f'target, {config.architecture}'),
+        ('layers', f'{config.num_layers} of hidden size {config.hidden_size}, {config.streams} residual streams'),
+        ('attention', f'{config.num_heads} heads of {config.head_dim}, window {config.window}'),
+        (
+            'compression',
+            f'none in {counts[0]} layers, by 4 in {counts[4]} ({config.index_topk} entries chosen), '
+            f'by 128 in {counts[128]}',
+        ),
+        (
+            'experts',
+            f'{config.num_experts} of size {config.intermediate_size}, {config.experts_per_token} per token and one '
+            f'shared; the first {config.hash_layers} layers choose by token id',
+        ),
+        ('positions', f'{config.max_position}, rope theta {config.rope.theta:g} and {config.compress_rope.theta:g}'),
+        ('vocabulary', str(config.vocab_size)),
+        ('dtype', config.dtype),
+        ('bundled draft', heads),
+    ]
+
+
+def _numbers(values: tuple[int, ...]) -> str:
+    return ', '.join(map(str, values))
 
 
 def describe_target(config: Qwen3Config) -> Rows:

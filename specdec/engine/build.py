@@ -21,11 +21,20 @@ from specdec.agent.step_model import StepModel
 from specdec.engine.engine import Engine
 from specdec.engine.grammar import GrammarGuides
 from specdec.errors import ConfigError
-from specdec.layers.cache_specs import PagedSpec
+from specdec.layers.cache_specs import CacheRoom, CacheSpec
 from specdec.layers.parallel import SINGLE
 from specdec.messages import EngineInfo, PytorchEngineConfig, SpeculativeConfig
-from specdec.models.checkpoint import draft_tensors, read_draft, read_generation_defaults, read_target, tensors
-from specdec.models.configs import DraftConfig, Qwen3Config
+from specdec.models.checkpoint import (
+    bundled_tensors,
+    draft_tensors,
+    read_draft,
+    read_generation_defaults,
+    read_target,
+    target_tensors,
+)
+from specdec.models.configs import DraftConfig, TargetConfig
+from specdec.models.deepseek_v4.config import BundledDraft, DeepseekV4Config
+from specdec.models.deepseek_v4.draft import BundledDspark
 from specdec.models.draft.block_draft import BlockDraft
 from specdec.models.hub import resolve_model
 from specdec.models.module_map import TARGETS
@@ -35,6 +44,7 @@ from specdec.models.weights import WeightLoader
 from specdec.scheduler.scheduler import Scheduler, SchedulerConfig
 from specdec.spec_decode.proposers import PROPOSERS
 from specdec.spec_decode.proposers.base import Proposer
+from specdec.spec_decode.proposers.bundled import BundledProposer
 from specdec.spec_decode.proposers.null import NullProposer
 
 logger = logging.getLogger('specdec')
@@ -55,6 +65,7 @@ class DeviceDefaults:
 DEFAULTS = {'cpu': DeviceDefaults(16, 512, 0), 'cuda': DeviceDefaults(256, 8192, 1)}
 CPU_CACHE_SHARE = 0.25  # of available memory, in place of cache_max_entry_count's default
 DEFAULT_CACHE_SHARE = PytorchEngineConfig().cache_max_entry_count
+DEFAULT_PAGE_SIZE = PytorchEngineConfig().block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +74,9 @@ class Sources:
 
     name: str
     target_folder: Path
-    target: Qwen3Config
+    target: TargetConfig
     draft_folder: Path | None
-    draft: DraftConfig | None
+    draft: DraftConfig | BundledDraft | None
     num_drafts: int
     eos_ids: tuple[int, ...] = ()
     draft_sampling: str = 'greedy'
@@ -87,13 +98,13 @@ def build_engine(
     device = pick_device(config.device_type)
     session_limit = session_len_limit(config, sources.target)
     target, proposer = load_models(sources, config, session_limit, device, progress)
-    state_bytes = SlotState.bytes_for(
-        (config.max_batch_size or DEFAULTS[device.type].max_batch_size) + 1,
-        proposer.num_drafts,
-        target.vocab_size,
-        sources.draft_sampling == 'probabilistic',
+    specs = cache_specs(target, proposer)
+    num_slots = (config.max_batch_size or DEFAULTS[device.type].max_batch_size) + 1
+    state_bytes = num_slots * sum(spec.bytes_per_slot for spec in specs) + SlotState.bytes_for(
+        num_slots, proposer.num_drafts, target.vocab_size, sources.draft_sampling == 'probabilistic'
     )
-    memory = share_memory(config, target.cache_spec(), proposer.cache_spec(), session_limit, state_bytes, device)
+    page_size = settle_page_size(config, sources.target)
+    memory = share_memory(config, specs, page_size, session_limit, state_bytes, device)
     session_len = settle_session_len(config, session_limit, memory)
     logger.info('cache: %s; session_len %d', memory.describe(), session_len)
     return assemble(sources, config, target, proposer, memory, session_len, device, progress)
@@ -120,7 +131,7 @@ def assemble(
             num_drafts=num_drafts,
             num_pages=memory.num_pages,
             page_size=memory.page_size,
-            prefix_caching=config.enable_prefix_caching,
+            prefix_caching=settle_prefix_caching(config, target, proposer),
             overlap=defaults.overlap,
         )
     )
@@ -134,7 +145,8 @@ def assemble(
         padded=device.type == 'cuda',
         probabilistic=sources.draft_sampling == 'probabilistic',
     )
-    caches = Caches.allocate(target.cache_spec(), proposer.cache_spec(), memory, device)
+    room = CacheRoom(memory.num_pages, memory.page_size, max_batch_size + 1)
+    caches = Caches.allocate(target.cache_spec(), proposer.cache_spec(), room, device)
     info = EngineInfo(
         model_name=sources.name,
         folder=str(sources.target_folder),
@@ -168,15 +180,15 @@ def read_sources(model_path: str, config: PytorchEngineConfig, speculative: Spec
     eos_ids = read_generation_defaults(target_folder).eos_ids
     if speculative is None:
         return Sources(model_path, target_folder, target, None, None, 0, eos_ids)
+    draft: DraftConfig | BundledDraft
     if speculative.model:
         draft_folder = resolve_model(speculative.model, None, config.download_dir)
+        draft = read_external_draft(draft_folder, target)
     elif is_demo:
         draft_folder = demo_folder(speculative.method)
+        draft = read_draft(draft_folder, target)
     else:
-        raise ConfigError(
-            'model', '', f'{model_path} has no bundled drafts; name a draft checkpoint in SpeculativeConfig'
-        )
-    draft = read_draft(draft_folder, target)
+        draft_folder, draft = target_folder, bundled_draft(target_folder, target)
     if draft.kind != speculative.method:
         raise ConfigError('method', speculative.method, f"{draft_folder} is a {draft.kind} draft; use '{draft.kind}'")
     num_drafts = settle_num_drafts(speculative, draft)
@@ -184,12 +196,34 @@ def read_sources(model_path: str, config: PytorchEngineConfig, speculative: Spec
     return Sources(model_path, target_folder, target, draft_folder, draft, num_drafts, eos_ids, drawn)
 
 
+def read_external_draft(folder: Path, target: TargetConfig) -> DraftConfig:
+    """A draft with a checkpoint of its own."""
+    if isinstance(target, DeepseekV4Config):
+        remedy = 'drafts of their own are not served for DeepSeek-V4; leave it empty to use the bundled heads'
+        raise ConfigError('model', str(folder), remedy)
+    return read_draft(folder, target)
+
+
+def bundled_draft(folder: Path, target: TargetConfig) -> BundledDraft:
+    """The draft that a target's checkpoint brings along, or why it has none."""
+    if isinstance(target, DeepseekV4Config):
+        if target.draft is not None:
+            return target.draft
+        if target.classic_mtp:
+            remedy = (
+                f'mtp.* of {folder} is a classic MTP layer, which is not served; use a checkpoint with DSpark heads'
+            )
+            raise ConfigError('model', '', remedy)
+        raise ConfigError('model', '', f'{folder} has no DSpark heads (mtp.*); use a checkpoint that has them')
+    raise ConfigError('model', '', f'{folder} has no bundled drafts; name a draft checkpoint in SpeculativeConfig')
+
+
 def demo_folder(name: str) -> Path:
     """Folder of the packaged demo target or of its draft for a method."""
     return Path(str(files('specdec'))) / 'demo' / 'models' / name
 
 
-def settle_num_drafts(speculative: SpeculativeConfig, draft: DraftConfig) -> int:
+def settle_num_drafts(speculative: SpeculativeConfig, draft: DraftConfig | BundledDraft) -> int:
     """K: as asked, else as the checkpoint says; at most the draft's g."""
     wanted = speculative.requested_tokens
     if wanted is None:
@@ -230,11 +264,13 @@ def load_models(
     taps = () if sources.draft is None else sources.draft.taps
     target = TARGETS[sources.target.architecture](sources.target, taps, positions, SINGLE, dtype, device)
     loader = WeightLoader(target.weights(), ignored_target(sources.target), str(sources.target_folder))
-    loader.load(tensors(sources.target_folder, _named(progress, 'target')))
+    loader.load(target_tensors(sources.target_folder, sources.target, _named(progress, 'target')))
     loader.finish()
     if sources.draft is None or sources.draft_folder is None:
         return target, NullProposer()
     draft_dtype = torch.bfloat16 if dtype == torch.float16 else dtype  # fused taps overflow fp16
+    if isinstance(sources.draft, BundledDraft):
+        return target, _load_bundled(sources, target, draft_dtype, device, progress)
     draft = BlockDraft(sources.draft, target.embedding, target.head, positions, SINGLE, draft_dtype, device)
     loader = WeightLoader(draft.weights(), ignored_draft(sources.draft), str(sources.draft_folder))
     loader.load(draft_tensors(sources.draft_folder, _named(progress, 'draft')))
@@ -242,14 +278,29 @@ def load_models(
     return target, PROPOSERS[sources.draft.kind](draft, sources.num_drafts)
 
 
+def _load_bundled(
+    sources: Sources,
+    target: TargetModel,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: LoadProgress | None,
+) -> Proposer:
+    assert isinstance(sources.target, DeepseekV4Config), 'only DeepSeek-V4 bundles drafts'
+    draft = BundledDspark(sources.target, target.embedding, target.head, dtype, device)
+    loader = WeightLoader(draft.weights(), (), str(sources.target_folder))
+    loader.load(bundled_tensors(sources.target_folder, _named(progress, 'draft')))
+    loader.finish()
+    return BundledProposer(draft, sources.num_drafts)
+
+
 def _named(progress: LoadProgress | None, what: str) -> Callable[[int, int], None] | None:
     return None if progress is None else lambda done, total: progress(what, done, total)
 
 
 # ------------------------------------------------------------------------------------------------------- memory
-def session_len_limit(config: PytorchEngineConfig, target: Qwen3Config) -> int:
+def session_len_limit(config: PytorchEngineConfig, target: TargetConfig) -> int:
     """The longest session the model allows, or the shorter one that was asked for."""
-    limit = target.decoder.max_position
+    limit = target.max_position
     if config.session_len is None:
         return limit
     if config.session_len > limit:
@@ -257,16 +308,38 @@ def session_len_limit(config: PytorchEngineConfig, target: Qwen3Config) -> int:
     return config.session_len
 
 
+def settle_prefix_caching(config: PytorchEngineConfig, target: TargetModel, proposer: Proposer) -> bool:
+    """As asked, except where part of a request's past lies in its slot, in which no other request can find it."""
+    if config.enable_prefix_caching and any(spec.bytes_per_slot for spec in cache_specs(target, proposer)):
+        logger.info('prefix caching: off, since this model keeps part of its past by slot')
+        return False
+    return config.enable_prefix_caching
+
+
+def settle_page_size(config: PytorchEngineConfig, target: TargetConfig) -> int:
+    """Tokens per page: as asked, unless nothing was asked and the model has a size of its own."""
+    if config.block_size == DEFAULT_PAGE_SIZE:
+        return target.page_size
+    if config.block_size % target.page_multiple:
+        raise ConfigError('block_size', config.block_size, f'this model needs a multiple of {target.page_multiple}')
+    return config.block_size
+
+
+def cache_specs(target: TargetModel, proposer: Proposer) -> tuple[CacheSpec, ...]:
+    """What both models keep."""
+    draft = proposer.cache_spec()
+    return (target.cache_spec(),) if draft is None else (target.cache_spec(), draft)
+
+
 def share_memory(
     config: PytorchEngineConfig,
-    target: PagedSpec,
-    draft: PagedSpec | None,
+    specs: tuple[CacheSpec, ...],
+    page_size: int,
     session_limit: int,
     state_bytes: int,
     device: torch.device,
 ) -> MemoryPlan:
     """Pages from a share of what is free now that the weights are loaded; on CPU no more than the batch can fill."""
-    specs = (target,) if draft is None else (target, draft)
     share, wanted = config.cache_max_entry_count, 0
     if device.type == 'cuda':
         free = torch.cuda.mem_get_info(device)[0]
@@ -274,7 +347,7 @@ def share_memory(
         free = psutil.virtual_memory().available
         share = CPU_CACHE_SHARE if share == DEFAULT_CACHE_SHARE else share
         wanted = (config.max_batch_size or DEFAULTS['cpu'].max_batch_size) * session_limit
-    return plan_memory(specs, config.block_size, free, share, wanted, config.num_gpu_blocks, state_bytes)
+    return plan_memory(specs, page_size, free, share, wanted, config.num_gpu_blocks, state_bytes)
 
 
 def settle_session_len(config: PytorchEngineConfig, limit: int, memory: MemoryPlan) -> int:

@@ -1,10 +1,12 @@
 """What a model keeps per token or per request, declared. Scheduler, memory plan and prefix cache know only these specs.
 
 Paged: entries per token in pages shared by every layer group through one page table; a prefix hit, an eviction or a
-preemption therefore holds for target and draft alike. Next: agent/caches.py, which allocates them.
+preemption therefore holds for target and draft alike. By slot: state of a request, as large for long ones as for short
+ones. Next: agent/caches.py, which allocates them.
 """
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +19,24 @@ class CacheRoom:
     num_pages: int
     page_size: int
     num_slots: int
+
+
+class CacheSpec(Protocol):
+    """What one model keeps: so many bytes for every token and for every slot. `name` is for people."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def bytes_per_token(self) -> float: ...
+
+    @property
+    def bytes_per_slot(self) -> int: ...
+
+    def allocate(self, room: CacheRoom, device: torch.device) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +53,13 @@ class PagedSpec:
     def bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
-    def allocate(self, num_pages: int, page_size: int, device: torch.device) -> 'PagedCache':
+    @property
+    def bytes_per_slot(self) -> int:
+        return 0
+
+    def allocate(self, room: CacheRoom, device: torch.device) -> 'PagedCache':
         """Zeroed pages, page 0 being scratch: padding rows write there, unused page-table entries point there."""
-        shape = (num_pages, page_size, self.kv_heads, self.head_dim)
+        shape = (room.num_pages, room.page_size, self.kv_heads, self.head_dim)
         layers = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2 * self.num_layers)]
         return PagedCache(tuple(layers[::2]), tuple(layers[1::2]))
 

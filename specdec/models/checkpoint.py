@@ -21,7 +21,9 @@ from specdec.models.config_reader import (
     read_json,
     refuse_quantised,
 )
-from specdec.models.configs import DraftConfig, GenerationDefaults, MoeConfig, Qwen3Config
+from specdec.models.configs import DraftConfig, GenerationDefaults, MoeConfig, Qwen3Config, TargetConfig
+from specdec.models.deepseek_v4.config import ARCHITECTURE, DeepseekV4Config, read_deepseek_v4
+from specdec.models.deepseek_v4.tensors import plain_tensors, release_name
 from specdec.models.draft_dialects import check_fit, draft_name, normalise
 from specdec.models.tensor_table import FLOATS, TensorInfo, account, draft_tensor_shapes, ignored_draft
 
@@ -30,7 +32,7 @@ Header = dict[str, TensorInfo]
 
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
-TARGET_ARCHITECTURES = ('Qwen3ForCausalLM', 'Qwen3MoeForCausalLM')
+TARGET_ARCHITECTURES = ('Qwen3ForCausalLM', 'Qwen3MoeForCausalLM', ARCHITECTURE)
 # Pages of a mapped file count as this process's memory until the mapping closes, so it is closed this often.
 MAPPED_BYTES = 256 << 20
 
@@ -53,12 +55,14 @@ def looks_like_draft(folder: Path) -> bool:
     )
 
 
-def read_target(folder: Path) -> Qwen3Config:
+def read_target(folder: Path) -> TargetConfig:
     """A target's config.json. Raises CheckpointError, naming the key, for anything that is not served."""
     reader = read_config(folder)
     architectures = reader.texts('architectures', ())
     if len(architectures) != 1 or architectures[0] not in TARGET_ARCHITECTURES:
         raise reader.error('architectures', f'targets served here: {", ".join(TARGET_ARCHITECTURES)}')
+    if architectures[0] == ARCHITECTURE:
+        return read_deepseek_v4(reader, tensor_shapes(folder))
     refuse_quantised(reader)
     sparse = architectures[0] == 'Qwen3MoeForCausalLM'
     # Only the MoE family defines what an absent head_dim means: transformers then splits the hidden size.
@@ -74,7 +78,7 @@ def read_target(folder: Path) -> Qwen3Config:
     )
 
 
-def read_draft(folder: Path, target: Qwen3Config | None = None) -> DraftConfig:
+def read_draft(folder: Path, target: TargetConfig | None = None) -> DraftConfig:
     """A draft's config in any dialect, checked against the headers of its weights and, if given, against the target.
 
     Raises CheckpointError, naming what is at fault.
@@ -125,12 +129,18 @@ def tensor_shapes(folder: Path) -> dict[str, TensorInfo]:
     return {name: info for header in _headers(folder).values() for name, info in header.items()}
 
 
-def tensors(folder: Path, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
+def tensors(
+    folder: Path, progress: Progress | None = None, wanted: Callable[[str], bool] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) for every tensor in the folder, on the CPU, in the file's dtype, one at a time.
 
-    `progress(done, total)` is called in bytes after each tensor. Headers are all checked before the first tensor.
+    `wanted` leaves the others unread. `progress(done, total)` is called in bytes after each tensor. Headers are all
+    checked before the first tensor.
     """
-    headers = _headers(folder)
+    headers = {
+        path: {name: info for name, info in header.items() if wanted is None or wanted(name)}
+        for path, header in _headers(folder).items()
+    }
     total = sum(info.num_bytes for header in headers.values() for info in header.values())
     done = 0
     for path, header in headers.items():
@@ -141,6 +151,25 @@ def tensors(folder: Path, progress: Progress | None = None) -> Iterator[tuple[st
                     done += header[name].num_bytes
                     if progress is not None:
                         progress(done, total)
+
+
+def target_tensors(
+    folder: Path, config: TargetConfig, progress: Progress | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """What the target's modules take, under the names that they know."""
+    if isinstance(config, DeepseekV4Config):
+        pairs = tensors(folder, progress, lambda name: not _bundled(name))
+        return plain_tensors(pairs, tensor_shapes(folder))
+    return tensors(folder, progress)
+
+
+def bundled_tensors(folder: Path, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
+    """What the heads bundled in a DeepSeek-V4 checkpoint take."""
+    return plain_tensors(tensors(folder, progress, _bundled), tensor_shapes(folder))
+
+
+def _bundled(name: str) -> bool:
+    return release_name(name).startswith('mtp.')
 
 
 def draft_shapes(folder: Path) -> dict[str, TensorInfo]:

@@ -4,7 +4,7 @@ Everything downstream (layers, models, memory plan) sees these dataclasses and n
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, Protocol
 
 from specdec.layers.rotary import RopeConfig
 
@@ -37,9 +37,39 @@ class MoeConfig:
     sparse_layers: tuple[bool, ...]
 
 
+class TargetConfig(Protocol):
+    """What the engine reads of any target's config. `dtype`: of the file. Pages have `page_size` tokens unless told
+    otherwise, and always a multiple of `page_multiple`.
+    """
+
+    page_size: ClassVar[int]
+    page_multiple: ClassVar[int]
+
+    @property
+    def architecture(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def max_position(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Qwen3Config:
     """A Qwen3 target, dense or with experts. `windows[l]` is layer l's sliding window, None = full attention."""
+
+    page_size: ClassVar[int] = 64
+    page_multiple: ClassVar[int] = 1
 
     architecture: str
     decoder: DecoderConfig
@@ -47,6 +77,22 @@ class Qwen3Config:
     tie_embeddings: bool
     dtype: str  # of the file: 'float32', 'bfloat16' or 'float16'
     moe: MoeConfig | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        return self.decoder.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.decoder.num_layers
+
+    @property
+    def max_position(self) -> int:
+        return self.decoder.max_position
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from specdec.errors import CheckpointError
 from specdec.models.config_reader import REQUIRED, ConfigReader, pick, read_decoder, read_dtype, refuse_quantised
-from specdec.models.configs import DecoderConfig, DraftConfig, LayerRule, MarkovConfig, Qwen3Config
+from specdec.models.configs import DecoderConfig, DraftConfig, LayerRule, MarkovConfig, TargetConfig
 from specdec.models.tensor_table import FLOATS, TensorInfo
 
 Shapes = Mapping[str, TensorInfo]
@@ -233,17 +233,17 @@ def _detect_by_architecture(top: ConfigReader, method: ConfigReader) -> Dialect:
     return ZLAB
 
 
-def check_fit(config: DraftConfig, target: Qwen3Config, where: str) -> None:
+def check_fit(config: DraftConfig, target: TargetConfig, where: str) -> None:
     """Raise CheckpointError unless the draft was made for a target of these sizes."""
-    decoder, layers = target.decoder, target.decoder.num_layers
+    layers = target.num_layers
     sizes = [
-        ('target_hidden_size', config.target_hidden_size, decoder.hidden_size),
-        ('vocab_size', config.decoder.vocab_size, decoder.vocab_size),
+        ('target_hidden_size', config.target_hidden_size, target.hidden_size),
+        ('vocab_size', config.decoder.vocab_size, target.vocab_size),
         ('num_target_layers', config.num_target_layers or layers, layers),
     ]
     if not (config.own_embedding and config.own_head):
         # The target's embedding and head stand in, and are as wide as the target's hidden states.
-        sizes.insert(0, ('hidden_size', config.decoder.hidden_size, decoder.hidden_size))
+        sizes.insert(0, ('hidden_size', config.decoder.hidden_size, target.hidden_size))
     for field, mine, theirs in sizes:
         if mine != theirs:
             raise CheckpointError(

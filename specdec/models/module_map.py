@@ -3,9 +3,11 @@
 A target class is called with (config, taps, positions, group, dtype, device), a proposer class with (draft, K).
 """
 
+from specdec.models.deepseek_v4.target import DeepseekV4Target
 from specdec.models.qwen3 import Qwen3Target
 
 TARGETS = {
     'Qwen3ForCausalLM': Qwen3Target,
     'Qwen3MoeForCausalLM': Qwen3Target,
+    'DeepseekV4ForCausalLM': DeepseekV4Target,
 }

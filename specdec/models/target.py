@@ -1,27 +1,30 @@
 """What the engine asks of a target model: rows in, hidden states and taps out. Next: models/qwen3.py.
 
-A target declares its caches and its weights; it knows nothing of requests, sampling or drafts. Taps are an output it
-declares: the residual stream after the layers that the draft asked for.
+A target declares its weights and its caches, and is handed what its spec allocated; it knows nothing of requests,
+sampling or drafts. Taps are an output it declares: the residual stream after the layers that the draft asked for.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from specdec.kernels.paged_attention import RowLayout
-from specdec.layers.cache_specs import PagedCache, PagedSpec
+from specdec.layers.cache_specs import CacheSpec
 from specdec.layers.embedding import Head, VocabEmbedding
 from specdec.layers.weights import Destination
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Packed rows of one forward: ids [T], positions [T], cache entries to write `slots` [T]; all int64."""
+    """Packed rows of one forward: ids [T], positions [T], cache entries to write `slots` [T]; `request_slots` [B]: the
+    slot of each request, where state that is not paged lies; all int64.
+    """
 
     ids: Tensor
     positions: Tensor
     slots: Tensor
+    request_slots: Tensor
     layout: RowLayout
 
 
@@ -40,8 +43,8 @@ class TargetModel(Protocol):
     embedding: VocabEmbedding
     head: Head
 
-    def cache_spec(self) -> PagedSpec: ...
+    def cache_spec(self) -> CacheSpec: ...
 
     def weights(self) -> dict[str, Destination]: ...
 
-    def forward(self, rows: Rows, cache: PagedCache) -> TargetOutput: ...
+    def forward(self, rows: Rows, cache: Any) -> TargetOutput: ...

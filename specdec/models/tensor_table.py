@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from specdec.errors import CheckpointError
-from specdec.models.configs import DecoderConfig, DraftConfig, Qwen3Config
+from specdec.models.configs import DecoderConfig, DraftConfig, Qwen3Config, TargetConfig
 from specdec.models.weights import listed
 
 Shape = tuple[int, ...]
@@ -27,7 +27,7 @@ DTYPE_BITS = {
 }
 FLOATS = {'F32': 'float32', 'BF16': 'bfloat16', 'F16': 'float16'}
 
-# Tensors that Qwen checkpoints carry and text generation does not use: vision towers, MTP heads, rotary tables.
+# Tensors that checkpoints carry and text generation does not use: vision towers, MTP heads, rotary tables.
 IGNORED_TARGET = (r'(model\.)?visual\..*', r'mtp\..*', r'(.*\.)?rotary_emb\.inv_freq')
 
 _IGNORED_DRAFT = (r'(.*\.)?rotary_emb\.inv_freq',)
@@ -87,9 +87,10 @@ def account(found: Mapping[str, TensorInfo], implied: Mapping[str, Shape], ignor
     )
 
 
-def ignored_target(config: Qwen3Config) -> tuple[str, ...]:
+def ignored_target(config: TargetConfig) -> tuple[str, ...]:
     """Known noise in a target's files; a tied head may be stored once more and is the embedding all the same."""
-    return (*IGNORED_TARGET, r'lm_head\.weight') if config.tie_embeddings else IGNORED_TARGET
+    tied = isinstance(config, Qwen3Config) and config.tie_embeddings
+    return (*IGNORED_TARGET, r'lm_head\.weight') if tied else IGNORED_TARGET
 
 
 def ignored_draft(config: DraftConfig) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from specdec.cli.inspect import inspect
 from tests.helpers import checkpoints as tiny
+from tests.helpers import deepseek_v4 as v4
 
 app = typer.Typer()
 app.command()(inspect)
@@ -102,3 +103,22 @@ def test_a_target_has_no_target(target):
 
 def test_help():
     assert 'CHECKPOINT' in run('--help').stdout
+
+
+def test_deepseek_v4_and_its_heads(tmp_path):
+    tensors = v4.target_tensors(v4.build_target()) | v4.draft_tensors(v4.build_draft())
+    result = run(v4.write(tmp_path / 'v4', v4.bundled_config(), v4.quantise(tensors)))
+    assert result.exit_code == 0, result.output
+    for words in (
+        'kind: target, DeepseekV4ForCausalLM',
+        'none in 2 layers, by 4 in 2 (6 entries chosen), by 128 in 2',
+        'bundled draft: DSpark, 3 stages, 5 proposals, taps 3, 4, 5, Markov rank 8, with confidence head',
+        f'tensors used: {len(tensors)}',
+        'missing: 0',
+        'unexpected: 0',
+    ):
+        assert words in result.stdout
+    del tensors['layers.1.attn.indexer.wq_b.weight']
+    result = run(v4.write(tmp_path / 'torn', v4.bundled_config(), tensors))
+    assert result.exit_code == 1
+    assert 'layers.1.attn.indexer.wq_b.weight' in result.stderr

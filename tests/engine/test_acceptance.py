@@ -10,6 +10,7 @@ from specdec import PytorchEngineConfig, SpeculativeConfig
 from specdec.demo.prompts import held_out_prompts
 from specdec.engine.build import build_engine, demo_folder
 from specdec.engine.tokenizer import Tokenizer
+from specdec.layers.cache_specs import CacheRoom
 from tests.helpers.engines import (
     MAX_STEPS,
     PAGE,
@@ -204,7 +205,7 @@ def recomputed(models: Models, text: list[int]) -> torch.Tensor:
     """Draft keys and values of a text [layers, 2, tokens, heads, hd], from one forward of the target over all of it."""
     draft = models.proposer.draft
     count = len(text)
-    cache = draft.cache_spec().allocate(1, count, torch.device('cpu'))
+    cache = draft.cache_spec().allocate(CacheRoom(1, count, 1), torch.device('cpu'))
     draft.absorb(taps_of(models, text), torch.arange(count), torch.arange(count), cache)
     return torch.stack([torch.stack([k[0], v[0]]) for k, v in zip(cache.k, cache.v)])
 

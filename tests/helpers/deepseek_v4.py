@@ -5,7 +5,7 @@ them. transformers' initial values would hide mistakes (sinks, biases and tables
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from specdec.models.deepseek_v4.config import read_deepseek_v4
 from specdec.models.deepseek_v4.draft import BundledDspark
 from specdec.models.deepseek_v4.target import DeepseekV4Target
 from specdec.models.deepseek_v4.tensors import plain_tensors
+from specdec.models.target import Rows
 from specdec.models.weights import WeightLoader
 
 STAGES, TAPS, BLOCK, NOISE, RANK = 3, (3, 4, 5), 5, 96, 8
@@ -380,7 +381,7 @@ class Steps:
 
     def __init__(self, target: DeepseekV4Target, num_drafts: int, requests: int, pages: int, page_size: int = 128):
         self.target, self.num_drafts, self.page_size = target, num_drafts, page_size
-        spec = target.cache_spec(num_drafts)
+        spec = replace(target.cache_spec(), num_drafts=num_drafts)
         self.caches = spec.allocate(CacheRoom(requests * pages + 1, page_size, requests + 1), torch.device('cpu'))
         poison(self.caches)
         order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(9)) + 1
@@ -410,13 +411,14 @@ class Steps:
         parts = [*chunks, *decodes]
         blank = torch.zeros(padding, dtype=torch.int64)
         positions = [torch.arange(start, start + len(ids)) for _, start, ids in parts]
-        output = self.target.forward(
-            torch.cat([*(ids for _, _, ids in parts), blank]),
-            torch.cat([*positions, blank]),
-            torch.tensor([request + 1 for request, _, _ in parts]),
-            self.layout(chunks, decodes),
-            self.caches,
+        rows = Rows(
+            ids=torch.cat([*(ids for _, _, ids in parts), blank]),
+            positions=torch.cat([*positions, blank]),
+            slots=blank[:0],  # entries of single tokens: this model has none
+            request_slots=torch.tensor([request + 1 for request, _, _ in parts]),
+            layout=self.layout(chunks, decodes),
         )
+        output = self.target.forward(rows, self.caches)
         counts = [*(len(ids) for _, _, ids in parts), padding]
         taps = output.hidden[:, :0] if output.taps is None else output.taps
         return list(zip(self.target.head(output.hidden).split(counts), taps.split(counts)))[: len(parts)]
@@ -436,7 +438,7 @@ def load_target(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekV4T
     """The folder's target through the package's own loader, with the taps of its draft if it has one."""
     settings = read_deepseek_v4(read_config(folder), tensor_shapes(folder))
     taps = settings.draft.taps if settings.draft else ()
-    target = DeepseekV4Target(settings, taps, SINGLE, dtype, torch.device('cpu'))
+    target = DeepseekV4Target(settings, taps, 0, SINGLE, dtype, torch.device('cpu'))
     _load(target.weights(), folder, (r'mtp\..*',))
     return target
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.agent.caches import plan_memory
 from specdec.agent.model_agent import Launched
-from specdec.engine.build import Sources, assemble, load_models, read_sources
+from specdec.engine.build import Sources, assemble, cache_specs, load_models, read_sources
 from specdec.engine.engine import Engine
 from specdec.messages import EngineRequest, PytorchEngineConfig, RequestOutput, SamplingParams, SpeculativeConfig
 from specdec.models.checkpoint import read_target
@@ -196,7 +196,7 @@ def load(target: Path, draft: Path | None = None, method: str = 'dflash') -> Mod
     config = PytorchEngineConfig(device_type='cpu')
     speculative = None if draft is None else SpeculativeConfig(method, str(draft))
     sources = read_sources(str(target), config, speculative)
-    loaded = load_models(sources, config, sources.target.decoder.max_position, CPU, None)
+    loaded = load_models(sources, config, sources.target.max_position, CPU, None)
     return Models(sources, *loaded)
 
 
@@ -224,8 +224,7 @@ def make_engine(models: Models, settings: Settings = Settings()) -> Engine:
         enable_prefix_caching=settings.prefix_caching,
     )
     pages = settings.num_pages or settings.max_batch_size * -(-settings.session_len // settings.page_size)
-    own = models.proposer.cache_spec()
-    specs = (models.target.cache_spec(),) if own is None else (models.target.cache_spec(), own)
+    specs = cache_specs(models.target, models.proposer)
     memory = plan_memory(specs, settings.page_size, 2**30, 0.5, 0, pages)
     assert settings.session_len <= memory.token_capacity, 'one request must fit'
     engine = assemble(models.sources, config, models.target, models.proposer, memory, settings.session_len, CPU)

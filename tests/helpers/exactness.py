@@ -19,9 +19,10 @@ from specdec.kernels.moe import route_top_k
 from specdec.kernels.noise import gumbel
 from specdec.kernels.paged_attention import RowLayout
 from specdec.layers import moe
+from specdec.layers.cache_specs import CacheRoom
 from specdec.messages import SamplingParams
 from specdec.models.target import Rows, TargetOutput
-from tests.helpers.engines import Models, Outcome, Settings, generate, make_engine, request
+from tests.helpers.engines import PAGE, Models, Outcome, Settings, generate, make_engine, request
 
 TIE = 1e-5
 CUT = 1e-6
@@ -62,18 +63,21 @@ def taps_of(models: Models, text: Sequence[int]) -> Tensor:
 def forward(models: Models, text: Sequence[int]) -> TargetOutput:
     """The whole text as one prompt chunk, in pages of its own."""
     count = len(text)
-    pages = -(-count // REFERENCE_PAGE)
-    cache = models.target.cache_spec().allocate(pages + 1, REFERENCE_PAGE, torch.device('cpu'))
+    size = max(REFERENCE_PAGE, models.sources.target.page_multiple)
+    pages = -(-count // size)
+    cache = models.target.cache_spec().allocate(CacheRoom(pages + 1, size, 2), torch.device('cpu'))
     layout = RowLayout(
         row_offsets=torch.tensor([0, count]),
         contexts=torch.tensor([0]),
         page_table=torch.arange(1, pages + 1)[None],
         chunk_rows=(count,),
         tile_rows=1,
-        page_size=REFERENCE_PAGE,
+        page_size=size,
     )
     positions = torch.arange(count)
-    return models.target.forward(Rows(torch.tensor(text), positions, positions + REFERENCE_PAGE, layout), cache)
+    return models.target.forward(
+        Rows(torch.tensor(text), positions, positions + size, torch.tensor([1]), layout), cache
+    )
 
 
 # -------------------------------------------------------------------------------------------- what a row picks
@@ -184,7 +188,8 @@ class Ledger:
         """The target's text without drafts, alone, and checked row by row against one forward over all of it."""
         key = (models.sources.target_folder, tuple(prompt), max_new_tokens, tuple(sorted(params.items())))
         if key not in self._plain:
-            enough = Settings(session_len=len(prompt) + max_new_tokens, max_batch_size=1)
+            size = max(PAGE, models.sources.target.page_multiple)
+            enough = Settings(session_len=len(prompt) + max_new_tokens, max_batch_size=1, page_size=size)
             [outcome] = generate(make_engine(models.plain(), enough), [request(prompt, max_new_tokens, **params)])
             self.check_against_forward(models, outcome)
             self._plain[key] = outcome

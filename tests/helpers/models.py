@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from specdec.kernels.kv_cache import cache_slots
 from specdec.kernels.paged_attention import RowLayout
-from specdec.layers.cache_specs import PagedCache
+from specdec.layers.cache_specs import CacheRoom, PagedCache
 from specdec.layers.parallel import SINGLE
 from specdec.models.checkpoint import draft_tensors, read_draft, read_target, tensors
 from specdec.models.draft.block_draft import BlockDraft
@@ -137,7 +137,7 @@ class PagedRequests:
         self.lengths = [0] * len(counts)
 
     def cache(self, model: TargetModel | BlockDraft) -> PagedCache:
-        cache = model.cache_spec().allocate(self.num_pages, self.page_size, CPU)
+        cache = model.cache_spec().allocate(CacheRoom(self.num_pages, self.page_size, 1), CPU)
         for pages in (*cache.k, *cache.v):
             pages.fill_(7.0)
         return cache
@@ -159,7 +159,7 @@ class PagedRequests:
             page_size=self.page_size,
         )
         ids = torch.tensor([i for p in pieces for i in p.ids])
-        return Rows(ids, positions, cache_slots(table, requests, positions, self.page_size), layout)
+        return Rows(ids, positions, cache_slots(table, requests, positions, self.page_size), contexts, layout)
 
     def commit(self, request: int, count: int) -> None:
         self.lengths[request] += count

@@ -2,12 +2,12 @@
 
 import torch
 
-from specdec.layers.cache_specs import PagedSpec
+from specdec.layers.cache_specs import CacheRoom, PagedSpec
 
 
 def test_pages() -> None:
     spec = PagedSpec('draft', num_layers=3, kv_heads=2, head_dim=8, dtype=torch.bfloat16)
-    cache = spec.allocate(5, 4, torch.device('cpu'))
+    cache = spec.allocate(CacheRoom(5, 4, 1), torch.device('cpu'))
     assert len(cache.k) == len(cache.v) == 3
     for pages in (*cache.k, *cache.v):
         assert pages.shape == (5, 4, 2, 8)

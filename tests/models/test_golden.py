@@ -89,6 +89,7 @@ class Session:
             entries=none,
             row_offsets=torch.tensor([0, 0]),
             committed=torch.tensor([0]),
+            slots=torch.tensor([1]),
             anchors=anchor,
             lengths=torch.tensor(self.requests.lengths),
             page_table=self.requests.table,

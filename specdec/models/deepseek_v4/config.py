@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from specdec.errors import CheckpointError
 from specdec.layers.rotary import RopeConfig
@@ -31,12 +32,22 @@ QUANTISATION = {'quant_method': 'fp8', 'fmt': 'e4m3', 'weight_block_size': [128,
 class BundledDraft:
     """DSpark heads in `mtp.*`. `taps`: target layers, 0-based, ascending. `block_rows`: g, every row proposes."""
 
+    kind: ClassVar[str] = 'dspark'
+
     num_stages: int
     taps: tuple[int, ...]
     block_rows: int
     noise_id: int
     markov_rank: int
     confidence: bool
+
+    @property
+    def num_proposals(self) -> int:
+        return self.block_rows
+
+    @property
+    def default_tokens(self) -> int:
+        return self.block_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +57,9 @@ class DeepseekV4Config:
     `hash_layers`: the first layers, which choose experts by token id. `draft`: the DSpark heads in `mtp.*`, if that is
     what they are; `classic_mtp`: they are the older kind.
     """
+
+    page_size: ClassVar[int] = 256
+    page_multiple: ClassVar[int] = 128  # a page holds whole entries of either ratio
 
     architecture: str
     hidden_size: int

@@ -119,9 +119,11 @@ class BundledDspark:
         """Base logits of the block's rows [..., D] -> [..., V] fp32."""
         return self.head(self.norm(hidden).to(self.head.weight.dtype))
 
-    def chain(self, hidden: Tensor, anchors: Tensor, draws: ChainDraws | None = None) -> tuple[Tensor, Tensor]:
-        """Drafts 1..K from the block's first K rows [P, K, D] -> tokens [P, K], and the token before each [P, K]."""
-        return markov_chain(self.logits(hidden), hidden, None, anchors, self.markov, draws=draws)
+    def chain(
+        self, logits: Tensor, hidden: Tensor, anchors: Tensor, draws: ChainDraws | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Drafts 1..K from base logits [P, K, V] of the block's first K rows -> tokens, and the token before each."""
+        return markov_chain(logits, hidden, None, anchors, self.markov, draws=draws)
 
     def acceptance(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
         """The chance that draft k is accepted if those before are [P, K] fp32, None without a confidence head.

@@ -15,6 +15,7 @@ from specdec.kernels.paged_attention import RowLayout
 from specdec.kernels.ring import RingStep, Sources, ring_places, ring_step, sources
 from specdec.models.deepseek_v4.caches import lookback
 from specdec.models.deepseek_v4.rotary import PairRotary, Rotation
+from specdec.models.target import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,6 @@ class Entries:
 class StepRows:
     """T rows: `window` their keys in the ring and the step, `places` where their own go; by ratio what else."""
 
-    ids: Tensor
     window: Sources
     places: Tensor
     plain: Rotation
@@ -54,29 +54,24 @@ class StepRows:
 
 
 def plan_rows(
-    ids: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    layout: RowLayout,
+    rows: Rows,
     window: int,
     capacity: int,
     partial_capacities: Mapping[int, int],
     rotaries: tuple[PairRotary, PairRotary],
 ) -> StepRows:
-    """ids, positions [T], slots [B]; `capacity` of window rings and, by ratio, of partial rings; plain and compressed
-    rotary.
-    """
-    step = ring_step(layout.row_offsets, layout.contexts, slots, positions)
+    """`capacity` of window rings and, by ratio, of partial rings; plain and compressed rotary."""
+    layout, positions = rows.layout, rows.positions
+    step = ring_step(layout.row_offsets, layout.contexts, rows.request_slots, positions)
     back = torch.arange(window - 1, -1, -1, device=positions.device)
     table = F.pad(layout.page_table.long(), (0, 0, 0, 1))  # padding rows have no pages
     return StepRows(
-        ids=ids,
         window=sources(step, step.requests, positions[:, None] - back, capacity),
         places=ring_places(step, capacity),
         plain=rotaries[0].at(positions),
         compressed=rotaries[1].at(positions),
         windows={
-            ratio: _windows(step, layout, table, ratio, rows, rotaries[1]) for ratio, rows in partial_capacities.items()
+            ratio: _windows(step, layout, table, ratio, size, rotaries[1]) for ratio, size in partial_capacities.items()
         },
         entries={ratio: _entries(step, table, layout.page_size, ratio) for ratio in partial_capacities},
     )

@@ -3,30 +3,34 @@
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from specdec.kernels.hyper_connections import collapse_head
-from specdec.kernels.paged_attention import RowLayout
 from specdec.layers.embedding import Head, VocabEmbedding
-from specdec.layers.parallel import ParallelGroup
+from specdec.layers.parallel import SINGLE, ParallelGroup
 from specdec.layers.weights import Destination
 from specdec.models.deepseek_v4.block import Block
 from specdec.models.deepseek_v4.caches import DeepseekV4Caches, DeepseekV4CacheSpec
 from specdec.models.deepseek_v4.config import DeepseekV4Config
+from specdec.models.deepseek_v4.draft import BundledDspark
 from specdec.models.deepseek_v4.hyper_connections import HyperConnection
 from specdec.models.deepseek_v4.norm import WideNorm
 from specdec.models.deepseek_v4.rotary import PairRotary
 from specdec.models.deepseek_v4.rows import StepRows, plan_rows
-from specdec.models.target import TargetOutput
+from specdec.models.target import Rows, TargetOutput
+from specdec.models.tensor_table import Shape
 
 
 class DeepseekV4Target:
-    """`taps`: layers whose streams' mean is an output, ascending."""
+    """`taps`: layers whose streams' mean is an output, ascending, -1 the embedding.
+
+    No table of angles needs to know how many positions there are: they are computed as needed.
+    """
 
     def __init__(
         self,
         config: DeepseekV4Config,
         taps: tuple[int, ...],
+        _positions: int,
         group: ParallelGroup,
         dtype: torch.dtype,
         device: torch.device,
@@ -46,9 +50,10 @@ class DeepseekV4Target:
             PairRotary(config.compress_rope, config.rope_dim, device),
         )
 
-    def cache_spec(self, num_drafts: int) -> DeepseekV4CacheSpec:
-        """Caches for at most `num_drafts` verified drafts a step."""
-        return DeepseekV4CacheSpec(self.config, num_drafts, self.dtype)
+    def cache_spec(self) -> DeepseekV4CacheSpec:
+        """With rings for as many verified drafts as a block of the checkpoint's heads has, used or not."""
+        draft = self.config.draft
+        return DeepseekV4CacheSpec(self.config, draft.block_rows if draft else 0, self.dtype)
 
     def weights(self) -> dict[str, Destination]:
         found = self.embedding.weights('embed') | self.head_table.weights('head')
@@ -57,27 +62,34 @@ class DeepseekV4Target:
             found |= block.weights(f'layers.{i}')
         return found
 
-    def forward(
-        self, ids: Tensor, positions: Tensor, slots: Tensor, layout: RowLayout, caches: DeepseekV4Caches
-    ) -> TargetOutput:
-        """Packed rows: ids, positions [T]; slots [B] of the layout's requests. Their rows enter the caches."""
-        rows = self._plan(ids, positions, slots, layout, caches)
-        streams = self.embedding(ids)[:, None].expand(-1, self.config.streams, -1)
-        taps = []
-        for i, (block, cache) in enumerate(zip(self.blocks, caches.layers)):
-            streams = block(streams, ids, partial(block.attention, rows=rows, cache=cache))
+    def forward(self, rows: Rows, cache: DeepseekV4Caches) -> TargetOutput:
+        """Run the rows, let them enter the caches, and return every row's hidden state and taps."""
+        step = self._plan(rows, cache)
+        embedded = self.embedding(rows.ids)
+        taps = [embedded] if -1 in self.taps else []
+        streams = embedded[:, None].expand(-1, self.config.streams, -1)
+        for i, (block, layer) in enumerate(zip(self.blocks, cache.layers)):
+            streams = block(streams, rows.ids, partial(block.attention, rows=step, cache=layer))
             if i in self.taps:
                 taps.append(streams.mean(1))
         hidden = self.norm(collapse_head(streams, self.head_mix.mix))
         return TargetOutput(hidden, torch.cat(taps, -1) if taps else None)
 
-    def _plan(
-        self, ids: Tensor, positions: Tensor, slots: Tensor, layout: RowLayout, caches: DeepseekV4Caches
-    ) -> StepRows:
+    def _plan(self, rows: Rows, cache: DeepseekV4Caches) -> StepRows:
         partials = {
-            ratio: cache.entries.ring.shape[1]
-            for ratio, cache in zip(self.config.ratios, caches.layers)
-            if cache.entries is not None
+            ratio: layer.entries.ring.shape[1]
+            for ratio, layer in zip(self.config.ratios, cache.layers)
+            if layer.entries is not None
         }
-        capacity = caches.layers[0].window.shape[1]
-        return plan_rows(ids, positions, slots, layout, self.config.window, capacity, partials, self.rotaries)
+        return plan_rows(rows, self.config.window, cache.layers[0].window.shape[1], partials, self.rotaries)
+
+
+def implied_shapes(config: DeepseekV4Config) -> dict[str, Shape]:
+    """The tensors that a checkpoint with this config must hold, heads included, under the release's names."""
+    meta = torch.device('meta')
+    target = DeepseekV4Target(config, (), 0, SINGLE, torch.bfloat16, meta)
+    shapes = {name: destination.shape for name, destination in target.weights().items()}
+    if config.draft is not None:
+        draft = BundledDspark(config, target.embedding, target.head, torch.bfloat16, meta)
+        shapes |= {name: destination.shape for name, destination in draft.weights().items()}
+    return shapes

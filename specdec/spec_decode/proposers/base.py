@@ -5,11 +5,11 @@ token of every request, and `propose` when somebody will draft. Next: dflash.py 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from specdec.layers.cache_specs import PagedCache, PagedSpec
+from specdec.layers.cache_specs import CacheSpec
 from specdec.spec_decode.proposers.draws import DraftSampling
 
 
@@ -19,9 +19,10 @@ class DraftStep:
 
     `taps` [T, m * Ht], `positions` [T], `entries` [T]: the rows, and the cache entries of their context.
     `row_offsets` [B + 1], `committed` [B]: of request r's rows the first committed[r] are accepted; rows behind may be
-    written, since they lie beyond `lengths` and are overwritten before that grows over them. `anchors` [P]: the
-    tokens just emitted; `lengths` [P]: their positions; `page_table` [P, W]: pages that hold positions below them.
-    `cache`: the draft's own layers in those pages. `sampling` of the P; None: every draft is the likeliest token.
+    written, since they lie beyond `lengths` and are overwritten before that grows over them. `slots` [B]: each
+    request's own while it runs, 0 nobody's, for state that is not paged. `anchors` [P]: the tokens just emitted;
+    `lengths` [P]: their positions; `page_table` [P, W]: pages that hold positions below them.
+    `cache`: what the proposer's spec allocated. `sampling` of the P; None: every draft is the likeliest token.
     """
 
     taps: Tensor
@@ -29,11 +30,12 @@ class DraftStep:
     entries: Tensor
     row_offsets: Tensor
     committed: Tensor
+    slots: Tensor
     anchors: Tensor
     lengths: Tensor
     page_table: Tensor
     page_size: int
-    cache: PagedCache
+    cache: Any
     sampling: DraftSampling | None = None
 
 
@@ -55,7 +57,7 @@ class Proposer(Protocol):
     taps: tuple[int, ...]
     num_drafts: int
 
-    def cache_spec(self) -> PagedSpec | None: ...
+    def cache_spec(self) -> CacheSpec | None: ...
 
     def absorb(self, step: DraftStep) -> None: ...
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels.filter_threshold import Filters, cut, divided, filter_threshold
+from specdec.kernels.markov import ChainDraws
 from specdec.kernels.noise import DRAFT, PICK, Noise
 from specdec.kernels.pick import argmax, noisy_argmax
 
@@ -39,6 +40,18 @@ class DraftSampling:
     def draft_temperature(self) -> Tensor:
         """The request's own, 0 where its drafts are the likeliest tokens."""
         return torch.where(self.kinds == GREEDY, 0.0, self.temperature)
+
+
+def chain_draws(
+    sampling: DraftSampling | None, lengths: Tensor, logits: Tensor
+) -> tuple[ChainDraws | None, Tensor | None]:
+    """How a chain over base logits [P, K, V] draws, None for the likeliest tokens; and where it keeps its logits, if
+    somebody will ask what the tokens were drawn from.
+    """
+    if sampling is None:
+        return None, None
+    kept = torch.empty_like(logits) if sampling.keeps else None
+    return ChainDraws(sampling.draft_temperature, sampling.noise(lengths), sampling.filters, kept), kept
 
 
 def draw_rows(logits: Tensor, sampling: DraftSampling | None, lengths: Tensor, ids: Tensor | None) -> Tensor:

@@ -1,11 +1,10 @@
 """DSpark: the block in parallel, then its tokens left to right through the Markov head, with a confidence for each."""
 
-import torch
 from torch import Tensor
 
-from specdec.kernels.markov import ChainDraws
 from specdec.spec_decode.proposers.base import DraftStep, Proposal
 from specdec.spec_decode.proposers.block import BlockProposer
+from specdec.spec_decode.proposers.draws import chain_draws
 
 
 class DSparkProposer(BlockProposer):
@@ -18,10 +17,7 @@ class DSparkProposer(BlockProposer):
         if self.draft.markov is None:
             return self.independent(logits, step, self._survival(rows, None))
         lead = hidden[:, 0] if self.first_row else None
-        sampling, draws, kept = step.sampling, None, None
-        if sampling is not None:
-            kept = torch.empty_like(logits) if sampling.keeps else None
-            draws = ChainDraws(sampling.draft_temperature, sampling.noise(step.lengths), sampling.filters, kept)
+        draws, kept = chain_draws(step.sampling, step.lengths, logits)
         tokens, previous = self.draft.markov.chain(logits, rows, lead, step.anchors, draws=draws)
         survival = self._survival(rows, self.draft.markov.embed(previous))
         return Proposal(tokens, survival, None if kept is None else self.q(kept, step))

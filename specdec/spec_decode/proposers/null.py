@@ -1,6 +1,6 @@
 """No speculation, as a proposer: no taps, no drafts, the same path through the engine."""
 
-from specdec.layers.cache_specs import PagedSpec
+from specdec.layers.cache_specs import CacheSpec
 from specdec.spec_decode.proposers.base import DraftStep, Proposal
 
 
@@ -8,7 +8,7 @@ class NullProposer:
     taps: tuple[int, ...] = ()
     num_drafts = 0
 
-    def cache_spec(self) -> PagedSpec | None:
+    def cache_spec(self) -> CacheSpec | None:
         return None
 
     def absorb(self, step: DraftStep) -> None:

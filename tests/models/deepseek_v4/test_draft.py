@@ -36,7 +36,7 @@ class Context:
     @torch.inference_mode()
     def propose(self, anchors: Tensor, lengths: list[int], k: int = v4.BLOCK) -> tuple[Tensor, Tensor | None]:
         hidden = self.draft.block(anchors, torch.tensor(lengths), self.slots, self.rings)[:, :k]
-        tokens, previous = self.draft.chain(hidden, anchors)
+        tokens, previous = self.draft.chain(self.draft.logits(hidden), hidden, anchors)
         return tokens, self.draft.acceptance(hidden, previous)
 
 

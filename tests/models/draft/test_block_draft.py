@@ -40,6 +40,7 @@ class Setting:
             entries=none,
             row_offsets=none,
             committed=none,
+            slots=none,
             anchors=ANCHORS[members],
             lengths=torch.tensor([LENGTHS[r] for r in members]),
             page_table=self.requests.table[members, :width],
