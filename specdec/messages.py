@@ -78,8 +78,8 @@ class PytorchEngineConfig:
     enable_transfer_obj_ref: bool = False  # default only
     cudagraph_capture_batch_sizes: list[int] | None = None  # batch sizes that get CUDA graphs
     piecewise_cudagraph_max_tokens: int | None = None  # default only
-    prefix_cache_state_budget: int = 0  # default only, as all that follow
-    prefix_cache_decode_state_interval: int = 0
+    prefix_cache_state_budget: int = 0  # copies of what requests keep by slot, 0 = by a share of the memory
+    prefix_cache_decode_state_interval: int = 0  # default only, as all that follow
     dllm_block_length: int | None = None
     dllm_unmasking_strategy: str = 'low_confidence_dynamic'
     dllm_denoising_steps: int | None = None
@@ -97,6 +97,7 @@ class PytorchEngineConfig:
                 raise ConfigError(name, getattr(self, name), 'the embedded engine runs on one rank; use 1')
         _at_least('block_size', self.block_size, 1)
         _at_least('num_gpu_blocks', self.num_gpu_blocks, 0)
+        _at_least('prefix_cache_state_budget', self.prefix_cache_state_budget, 0)
         for name in ('session_len', 'max_batch_size', 'max_prefill_token_num'):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
@@ -113,7 +114,7 @@ _ENGINE_DEFAULT_ONLY = (
     'adapters', 'thread_safe', 'custom_module_map', 'quant_policy', 'distributed_executor_backend', 'empty_init',
     'enable_microbatch', 'enable_eplb', 'enable_mp_engine', 'mp_engine_backend', 'model_format', 'hf_overrides',
     'language_model_only', 'enable_return_routed_experts', 'enable_transfer_obj_ref', 'piecewise_cudagraph_max_tokens',
-    'prefix_cache_state_budget', 'prefix_cache_decode_state_interval', 'dllm_block_length', 'dllm_unmasking_strategy',
+    'prefix_cache_decode_state_interval', 'dllm_block_length', 'dllm_unmasking_strategy',
     'dllm_denoising_steps', 'dllm_confidence_threshold', 'role', 'migration_backend', 'kv_transfer_config',
 )  # fmt: skip
 

@@ -65,7 +65,8 @@ class Admit:
 
     `end`: the first position at which it may hold no token (prompt + max_new_tokens, or session_len).
     `stop_from`: the first position at which a stop id may be drawn (prompt + min_new_tokens). `prompt_ids` are the
-    request's own, `output_ids` what it had emitted before it lost an earlier slot.
+    request's own, `output_ids` what it had emitted before it lost an earlier slot. `state`: the copy of another slot's
+    state at `length` that it begins with; 0 for none.
     """
 
     slot: int
@@ -76,6 +77,16 @@ class Admit:
     stages: Stage = NO_STAGE
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
+    state: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Behind the step, what the slot keeps, at `length` tokens, is copied into `state`."""
+
+    slot: int
+    length: int
+    state: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +115,8 @@ class StepPlan:
     `num_drafting`: how many of the sampling requests may use drafts in the next step; 0 lets the block pass be skipped.
     `row_bound`: at most so many rows belong to decoding slots; `table_width`: page-table columns in use. `stages`: what
     some sampling request needs; `top_k`: the largest one, 0 if some request that filters has none; `grammars`: slots of
-    sampling requests that follow one; `logprobs`: None, or the largest number of alternatives asked for.
+    sampling requests that follow one. `logprobs`: None, or the largest number of alternatives asked for. `saves`:
+    copies to be made of slots whose chunk ends on a page boundary.
     """
 
     step: int
@@ -119,6 +131,7 @@ class StepPlan:
     top_k: int = 0
     grammars: tuple[int, ...] = ()
     logprobs: int | None = None
+    saves: tuple[Save, ...] = ()
 
     @property
     def num_absorbing(self) -> int:

@@ -4,19 +4,21 @@ Next: model_agent.py, which hands them to the models.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from specdec.errors import ConfigError
-from specdec.layers.cache_specs import CacheRoom, CacheSpec
+from specdec.layers.cache_specs import CacheRoom, CacheSpec, SlotCache
+from specdec.plan import StepPlan
+
+STATE_SHARE = 0.1  # of the cache memory, for copies of what is kept by slot
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """`num_pages` include the scratch page. Bytes per token by cache; `free_bytes` were there to be shared out, of
     which `state_bytes` went to the slots' own state (rings, counts and masks of ids, distributions of probabilistic
-    drafts).
+    drafts) and `num_states` times `bytes_per_state` to copies of it at page boundaries.
     """
 
     num_pages: int
@@ -24,6 +26,8 @@ class MemoryPlan:
     bytes_per_token: dict[str, float]
     free_bytes: int
     state_bytes: int = 0
+    num_states: int = 0
+    bytes_per_state: int = 0
 
     @property
     def cache_bytes(self) -> int:
@@ -44,6 +48,7 @@ class MemoryPlan:
             f'{self.num_pages} pages of {self.page_size} tokens = {self.cache_bytes / 2**20:.0f} MiB; '
             f'per token: {shares}; room for {self.token_capacity} tokens; '
             f'state of the slots: {self.state_bytes / 2**20:.0f} MiB'
+            f'{f", {self.num_states} copies of {self.bytes_per_state / 2**20:.1f} MiB" if self.num_states else ""}'
         )
 
 
@@ -55,14 +60,23 @@ def plan_memory(
     wanted_tokens: int,
     num_pages: int,
     state_bytes: int = 0,
+    num_states: int | None = None,
 ) -> MemoryPlan:
     """Pages from `share` of the free bytes without `state_bytes`, but no more than `wanted_tokens` need (0 = no bound).
 
-    `num_pages` > 0 overrides both. ConfigError if not even one page beside the scratch page fits.
+    `num_pages` > 0 overrides both. `num_states`: copies of what is kept by slot, none where nothing is; None: as many
+    as STATE_SHARE of those bytes hold; never more than pages. ConfigError if not even one page beside the scratch page
+    fits.
     """
+    bytes_per_state = sum(spec.bytes_per_state for spec in specs)
+    room = int((free_bytes - state_bytes) * share)
+    states = 0
+    if bytes_per_state:
+        states = int(room * STATE_SHARE) // bytes_per_state if num_states is None else num_states
+        states = max(states, 0)
     per_token = {spec.name: spec.bytes_per_token for spec in specs}
     each = page_bytes(page_size, per_token)
-    count = num_pages + 1 if num_pages else int((free_bytes - state_bytes) * share) // each
+    count = num_pages + 1 if num_pages else (room - states * bytes_per_state) // each
     if not num_pages and wanted_tokens:
         count = min(count, -(-wanted_tokens // page_size) + 1)
     if count < 2:
@@ -72,7 +86,7 @@ def plan_memory(
             share,
             f'leaves no room for one page of {each} bytes in {free} free bytes; free memory or raise it',
         )
-    return MemoryPlan(count, page_size, per_token, free_bytes, state_bytes)
+    return MemoryPlan(count, page_size, per_token, free_bytes, state_bytes, min(states, count - 1), bytes_per_state)
 
 
 def page_bytes(page_size: int, bytes_per_token: dict[str, float]) -> int:
@@ -84,9 +98,25 @@ def page_bytes(page_size: int, bytes_per_token: dict[str, float]) -> int:
 class Caches:
     """What the models' specs allocated; `draft` is None without a draft."""
 
-    target: Any
-    draft: Any
+    target: SlotCache
+    draft: SlotCache | None
 
     @classmethod
     def allocate(cls, target: CacheSpec, draft: CacheSpec | None, room: CacheRoom, device: torch.device) -> 'Caches':
         return cls(target.allocate(room, device), None if draft is None else draft.allocate(room, device))
+
+    def restore(self, plan: StepPlan) -> None:
+        """At the head of a step: slots that begin behind a cached prefix take the state that goes with it."""
+        for admit in plan.admits:
+            if admit.state:
+                for cache in self._by_slot():
+                    cache.restore(admit.state, admit.slot, admit.length)
+
+    def save(self, plan: StepPlan) -> None:
+        """Behind a step: copies of slots whose chunk ended on a page boundary."""
+        for save in plan.saves:
+            for cache in self._by_slot():
+                cache.save(save.slot, save.state, save.length)
+
+    def _by_slot(self) -> tuple[SlotCache, ...]:
+        return tuple(cache for cache in (self.target, self.draft) if cache is not None)

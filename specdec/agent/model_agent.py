@@ -46,12 +46,14 @@ class ModelAgent:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         self.model.state.apply(plan)
+        self.model.caches.restore(plan)
         self.grammar_masks.admit(plan.admits)
         write_masks = partial(self.grammar_masks.write, plan.grammars)
         judged = None if self.graphs is None else self.graphs.run(plan, write_masks)
         if judged is None:
             self.eager_decode_steps += self.graphs is not None and not plan.chunks
             judged = self._run(plan, write_masks)
+        self.model.caches.save(plan)
         launched = Launched(plan, to_host(() if judged is None else self._wanted(plan, judged), self.device))
         if plan.grammars:
             self.grammar_masks.note_launched(plan, launched.results)

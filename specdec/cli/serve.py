@@ -212,7 +212,11 @@ def api_server(
     enable_prefix_caching: options.EnablePrefixCaching = True,
     eager_mode: options.EagerMode = False,
     prefix_cache_state_budget: Annotated[
-        int, typer.Option(help='States kept for prefix hits (hybrid models).', rich_help_panel=options.COMPATIBILITY)
+        int,
+        typer.Option(
+            help='States kept for prefix hits, where a model keeps some by slot; 0: by memory.',
+            rich_help_panel=options.ENGINE,
+        ),
     ] = 0,
     prefix_cache_decode_state_interval: Annotated[
         int, typer.Option(help='Tokens between kept states.', rich_help_panel=options.COMPATIBILITY)

@@ -131,7 +131,8 @@ def assemble(
             num_drafts=num_drafts,
             num_pages=memory.num_pages,
             page_size=memory.page_size,
-            prefix_caching=settle_prefix_caching(config, target, proposer),
+            prefix_caching=config.enable_prefix_caching and prefixes_are_of_use(target, proposer, memory),
+            num_states=memory.num_states,
             overlap=defaults.overlap,
         )
     )
@@ -145,7 +146,7 @@ def assemble(
         padded=device.type == 'cuda',
         probabilistic=sources.draft_sampling == 'probabilistic',
     )
-    room = CacheRoom(memory.num_pages, memory.page_size, max_batch_size + 1)
+    room = CacheRoom(memory.num_pages, memory.page_size, max_batch_size + 1, memory.num_states)
     caches = Caches.allocate(target.cache_spec(), proposer.cache_spec(), room, device)
     info = EngineInfo(
         model_name=sources.name,
@@ -308,12 +309,19 @@ def session_len_limit(config: PytorchEngineConfig, target: TargetConfig) -> int:
     return config.session_len
 
 
-def settle_prefix_caching(config: PytorchEngineConfig, target: TargetModel, proposer: Proposer) -> bool:
-    """As asked, except where part of a request's past lies in its slot, in which no other request can find it."""
-    if config.enable_prefix_caching and any(spec.bytes_per_slot for spec in cache_specs(target, proposer)):
-        logger.info('prefix caching: off, since this model keeps part of its past by slot')
-        return False
-    return config.enable_prefix_caching
+def prefixes_are_of_use(target: TargetModel, proposer: Proposer, memory: MemoryPlan) -> bool:
+    """Not where pages are only part of a request's past, and there was no memory for copies of the other part."""
+    return memory.num_states > 0 or not any(spec.bytes_per_state for spec in cache_specs(target, proposer))
+
+
+def settle_num_states(config: PytorchEngineConfig, specs: tuple[CacheSpec, ...]) -> int | None:
+    """Copies of what requests keep by slot, for prefixes: as asked, None for a share of the memory, 0 for none."""
+    budget = config.prefix_cache_state_budget
+    if budget and not any(spec.bytes_per_state for spec in specs):
+        raise ConfigError('prefix_cache_state_budget', budget, 'this model keeps nothing by slot; leave it at 0')
+    if not config.enable_prefix_caching:
+        return 0
+    return budget or None
 
 
 def settle_page_size(config: PytorchEngineConfig, target: TargetConfig) -> int:
@@ -340,14 +348,14 @@ def share_memory(
     device: torch.device,
 ) -> MemoryPlan:
     """Pages from a share of what is free now that the weights are loaded; on CPU no more than the batch can fill."""
-    share, wanted = config.cache_max_entry_count, 0
+    share, wanted, num_states = config.cache_max_entry_count, 0, settle_num_states(config, specs)
     if device.type == 'cuda':
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = psutil.virtual_memory().available
         share = CPU_CACHE_SHARE if share == DEFAULT_CACHE_SHARE else share
         wanted = (config.max_batch_size or DEFAULTS['cpu'].max_batch_size) * session_limit
-    return plan_memory(specs, page_size, free, share, wanted, config.num_gpu_blocks, state_bytes)
+    return plan_memory(specs, page_size, free, share, wanted, config.num_gpu_blocks, state_bytes, num_states)
 
 
 def settle_session_len(config: PytorchEngineConfig, limit: int, memory: MemoryPlan) -> int:

@@ -6,7 +6,7 @@ ones. Next: agent/caches.py, which allocates them.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,15 +14,30 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
-    """What there is to fill: pages of `page_size` tokens, page 0 scratch, and slots, slot 0 scratch."""
+    """What there is to fill: pages of `page_size` tokens, page 0 scratch; slots, slot 0 scratch; states, copies of
+    slots at page boundaries, state 0 unused.
+    """
 
     num_pages: int
     page_size: int
     num_slots: int
+    num_states: int = 0
+
+
+class SlotCache(Protocol):
+    """What a spec allocates, as the engine sees it: what lies in a slot can be copied where pages end."""
+
+    def save(self, slot: int, state: int, length: int) -> None:
+        """Copy what `slot` keeps behind `length` tokens, a multiple of the page size."""
+
+    def restore(self, state: int, slot: int, length: int) -> None:
+        """Let `slot` go on behind the `length` tokens at which the state was saved."""
 
 
 class CacheSpec(Protocol):
-    """What one model keeps: so many bytes for every token and for every slot. `name` is for people."""
+    """What one model keeps: so many bytes for every token, for every slot and for the copy of a slot. `name` is for
+    people.
+    """
 
     @property
     def name(self) -> str: ...
@@ -36,7 +51,10 @@ class CacheSpec(Protocol):
     @property
     def bytes_per_slot(self) -> int: ...
 
-    def allocate(self, room: CacheRoom, device: torch.device) -> Any: ...
+    @property
+    def bytes_per_state(self) -> int: ...
+
+    def allocate(self, room: CacheRoom, device: torch.device) -> SlotCache: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +75,10 @@ class PagedSpec:
     def bytes_per_slot(self) -> int:
         return 0
 
+    @property
+    def bytes_per_state(self) -> int:
+        return 0
+
     def allocate(self, room: CacheRoom, device: torch.device) -> 'PagedCache':
         """Zeroed pages, page 0 being scratch: padding rows write there, unused page-table entries point there."""
         shape = (room.num_pages, room.page_size, self.kv_heads, self.head_dim)
@@ -70,3 +92,9 @@ class PagedCache:
 
     k: tuple[Tensor, ...]
     v: tuple[Tensor, ...]
+
+    def save(self, slot: int, state: int, length: int) -> None:
+        """Nothing lies in a slot: whoever has the pages has everything."""
+
+    def restore(self, state: int, slot: int, length: int) -> None:
+        """As for save."""

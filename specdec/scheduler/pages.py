@@ -8,13 +8,18 @@ keys mean equal prefixes and no hash can collide. Next: sequence.py, which holds
 from collections import OrderedDict
 from collections.abc import Sequence as Tokens
 
+from specdec.scheduler.states import StatePool
+
 ROOT = 0  # the key id of the empty prefix
 
 
 class PagePool:
-    """`num_pages` pages of `page_size` tokens, page 0 being scratch and never handed out."""
+    """`num_pages` pages of `page_size` tokens, page 0 being scratch and never handed out; `num_states` copies of what
+    requests keep by slot (states.py), 0 where models keep nothing there.
+    """
 
-    def __init__(self, num_pages: int, page_size: int, caching: bool) -> None:
+    def __init__(self, num_pages: int, page_size: int, caching: bool, num_states: int = 0) -> None:
+        self.states = StatePool(num_states if caching else 0)
         self.num_pages, self.page_size, self.caching = num_pages, page_size, caching
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders = [0] * num_pages
@@ -48,7 +53,7 @@ class PagePool:
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         del self._by_key[self._keys.pop(page)]
-        del self._key_ids[page]
+        self.states.drop(self._key_ids.pop(page))
         return page
 
     def release(self, pages: Tokens) -> None:
@@ -74,6 +79,15 @@ class PagePool:
             pages.append(page)
             key_id = self._key_ids[page]
         return pages
+
+    def with_state(self, pages: list[int]) -> list[int]:
+        """As many of the matched pages as can be gone on behind: all of them, if nothing is kept by slot."""
+        if not self.states.num_states:
+            return pages
+        count = len(pages)
+        while count and not self.states.has(self._key_ids[pages[count - 1]]):
+            count -= 1
+        return pages[:count]
 
     def hold(self, pages: Tokens) -> None:
         """Hold pages found by `match`."""
@@ -104,4 +118,5 @@ class PagePool:
     def check(self) -> None:
         """Every page is in exactly one place; cheap enough to run whenever the engine is idle."""
         assert len(self._free) + len(self._cached) + self.num_held == self.num_pages - 1, 'pages were lost or doubled'
+        self.states.check()
         assert self._by_key.keys() == set(self._keys.values()), 'the prefix index and the pages disagree'

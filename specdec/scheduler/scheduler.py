@@ -15,6 +15,7 @@ from specdec.plan import (
     Admit,
     Chunk,
     PageUpdate,
+    Save,
     SlotResult,
     Stage,
     StepPlan,
@@ -27,7 +28,10 @@ from specdec.scheduler.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`num_drafts` is K. `overlap`: steps launched before the first of them is read (0 on CPU, 1 on CUDA)."""
+    """`num_drafts` is K. `overlap`: steps launched before the first of them is read (0 on CPU, 1 on CUDA).
+    `num_states`: copies of slots at page boundaries, without which prefixes are of no use to a model that keeps state
+    by slot; 0 for models that keep none.
+    """
 
     max_batch_size: int
     max_prefill_tokens: int
@@ -37,6 +41,7 @@ class SchedulerConfig:
     page_size: int
     prefix_caching: bool
     overlap: int = 0
+    num_states: int = 0
 
 
 @dataclass(slots=True)
@@ -51,7 +56,7 @@ class SchedulerStats:
 class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.pages = PagePool(config.num_pages, config.page_size, config.prefix_caching)
+        self.pages = PagePool(config.num_pages, config.page_size, config.prefix_caching, config.num_states)
         self.stats = SchedulerStats()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival: the last one is preempted first
@@ -176,13 +181,22 @@ class Scheduler:
 
     def _plan_chunk(self, draft: '_Draft', sequence: Sequence, budget: int) -> int:
         start, stop = sequence.launched, min(sequence.launched + budget, sequence.prefill_end)
+        stop = next((b for b in self._boundaries(sequence) if start < b < stop), stop)
         draft.chunks.append((sequence, start, stop))
         return stop - start
+
+    def _boundaries(self, sequence: Sequence) -> tuple[int, ...]:
+        """Where the state of a prompt is worth a copy, ascending: at a branch, and as far as a hit can reach."""
+        if not self.pages.states.num_states:
+            return ()
+        size = self.config.page_size
+        return sequence.branch, (sequence.prefill_end - 1) // size * size
 
     def _admit(self, draft: '_Draft', sequence: Sequence) -> bool:
         """Give a waiting sequence a slot, its cached prefix and pages for the rest; only if nobody has to leave."""
         tokens = sequence.tokens
-        hit = self.pages.match(tokens)
+        found = self.pages.match(tokens)
+        hit = self.pages.with_state(found)
         # what its first decode steps will reserve, so that a newcomer is not preempted right after its prompt
         rows = (self.config.overlap + 1) * (1 + sequence.max_drafts)
         needed = self.pages.pages_for(min(len(tokens) + rows, sequence.end)) - len(hit)
@@ -194,6 +208,7 @@ class Scheduler:
         sequence.slot = self._free_slots.pop()
         sequence.pages, sequence.published, sequence.key_id = list(hit), len(hit), self.pages.key_after(hit)
         sequence.launched = sequence.length = cached
+        sequence.branch = len(found) * self.config.page_size if len(found) > len(hit) else 0
         sequence.prefill_end = len(tokens)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = cached
@@ -216,6 +231,7 @@ class Scheduler:
             stages=sequence.stages,
             prompt_ids=request.prompt_ids,
             output_ids=tuple(sequence.tokens[sequence.prompt_length :]),
+            state=self.pages.states.find(sequence.key_id),
         )
 
     def _launch(self, draft: '_Draft') -> StepPlan:
@@ -227,9 +243,12 @@ class Scheduler:
             Chunk(s.slot, start, tuple(s.tokens[start:stop]), stop == s.prefill_end)
             for s, start, stop in unfinished + final
         )
+        saves = []
         for sequence, _, stop in draft.chunks:
             sequence.launched = sequence.length = stop
             self._publish(sequence)  # steps launched later run later, so they may already read these pages
+            if stop in self._boundaries(sequence) and not self.pages.states.has(sequence.key_id):
+                saves.append(Save(sequence.slot, stop, self.pages.states.take(sequence.key_id)))
             if not sequence.prefilling:
                 self._release_followers(sequence)
         for sequence in draft.decodes:
@@ -254,6 +273,7 @@ class Scheduler:
             top_k=_top_k_bound(sampling) if Stage.FILTERS in stages else 0,
             grammars=tuple(s.slot for s in sampling if s.request.params.grammar) if Stage.MASKS in stages else (),
             logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
+            saves=tuple(saves),
         )
 
     # ------------------------------------------------------------------------------------------------- a result

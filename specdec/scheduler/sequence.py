@@ -12,6 +12,7 @@ class Sequence:
     """`tokens` are prompt and output; `prefill_end` of them go through prompt chunks (all of them after a preemption).
 
     `launched`: prompt tokens whose rows were launched. `length`: committed tokens, as last read while decoding.
+    `branch`: where its prompt's first pages were cached without the state that goes with them; a chunk ends there.
     `steps_in_flight`: decode steps launched and not read yet. `published` pages are findable by others; `key_id` names
     the prefix that they spell. Slot 0: it waits and holds nothing.
     """
@@ -25,6 +26,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     prefill_end: int = 0
     launched: int = 0
+    branch: int = 0
     length: int = 0
     steps_in_flight: int = 0
     published: int = 0

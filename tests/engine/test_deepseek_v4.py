@@ -15,7 +15,7 @@ from specdec.messages import PytorchEngineConfig, SpeculativeConfig
 from specdec.models.checkpoint import read_target
 from tests.helpers import deepseek_v4 as v4
 from tests.helpers.emulated_gpu import as_on_a_gpu
-from tests.helpers.engines import Models, Outcome, Settings, generate, make_engine, prompt_ids, request
+from tests.helpers.engines import Models, Outcome, Settings, World, generate, make_engine, prompt_ids, request
 from tests.helpers.exactness import Ledger
 from tests.helpers.proposers import KnowingProposer, cycling
 
@@ -113,6 +113,44 @@ def test_preemption(models: Models, ledger: Ledger, overlap: int):
         ledger.same(models, ledger.plain(models, prompt, NEW_TOKENS), outcome)
 
 
+@pytest.mark.parametrize('overlap', [0, 1])
+@pytest.mark.parametrize('on_a_gpu', [False, True])
+def test_prefix_hits(models: Models, ledger: Ledger, overlap: int, on_a_gpu: bool):
+    """Rings of a cached prefix are copied with it; text and acceptance are those of a prompt that is computed."""
+    base, lengths = prompt_ids(300, 6), (129, 300, 256, 257, 200)
+    texts = [base[:n] if n > 200 else (*base[:n], 7, 8) for n in lengths]
+    texts.append((*base[:140], *prompt_ids(120, 7)))
+    fresh = make_engine(models, replace(SETTINGS, prefix_caching=False))
+    engine = make_engine(models, replace(SETTINGS, overlap=overlap, chunk=90))
+    engine = as_on_a_gpu(engine) if on_a_gpu else engine
+    cached = []
+    for text in [*texts, *texts]:
+        [found] = generate(engine, [request(text, 12)])
+        [wanted] = generate(fresh, [request(text, 12)])
+        ledger.same(models, wanted, found)
+        assert found.steps[: len(wanted.steps)] == wanted.steps
+        cached += found.cached
+    # a copy lies at the last boundary before a prompt's end, and where pages were found without one
+    assert cached == [0, 128, 128, 256, 128, 128, *[128, 256, 128, 256, 128, 256]]
+    engine.scheduler.check()
+
+
+def test_prefix_hits_of_many_at_once(models: Models, ledger: Ledger):
+    base = prompt_ids(150, 6)
+    prompts = [(*base[:n], *prompt_ids(4 + i, 8)) for i, n in enumerate((150, 128, 140, 135, 60, 150))]
+    engine = make_engine(models, replace(SETTINGS, num_pages=8, chunk=64))
+    found = generate(engine, [request(p, NEW_TOKENS) for p in prompts], [0, 6, 6, 7, 9, 12])
+    for prompt, outcome in zip(prompts, found):
+        ledger.same(models, ledger.plain(models, prompt, NEW_TOKENS), outcome)
+    assert max(outcome.cached[0] for outcome in found) == 128
+
+
+def test_copies_that_cannot_be_used_are_refused(world: World):
+    config = PytorchEngineConfig(device_type='cpu', prefix_cache_state_budget=3, num_gpu_blocks=4, session_len=64)
+    with pytest.raises(ConfigError, match='keeps nothing by slot'):
+        build_engine(str(world.target_folder()), config)
+
+
 def test_a_slot_serves_many_requests(models: Models, ledger: Ledger):
     """One slot, short after long: rings of the tenant before are not looked at."""
     engine = make_engine(models, replace(SETTINGS, max_batch_size=1))
@@ -130,12 +168,15 @@ def test_the_memory_plan_is_what_is_allocated(folder: Path):
     layers = model.caches.target.layers
     partials = [p for layer in layers for p in (layer.entries, layer.keys) if p is not None]
     pages = [p.pages for p in partials]
-    rings = [layer.window for layer in layers] + [p.ring for p in partials] + list(model.caches.draft.windows)
+    every = [*model.caches.target.rings, *model.caches.draft.windows]
+    rings = [ring.rows for ring in every]
     assert memory.num_pages == 5
     assert memory.cache_bytes == num_bytes(pages)
     per_slot = sum(spec.bytes_per_slot for spec in cache_specs(model.target, model.proposer))
     assert num_bytes(rings) == 3 * per_slot
     assert memory.state_bytes >= num_bytes(rings)
+    assert memory.num_states == 4
+    assert num_bytes([ring.saved for ring in every]) == 5 * memory.bytes_per_state
 
 
 def num_bytes(tensors: list[Tensor]) -> int:

@@ -425,11 +425,11 @@ class Steps:
 
 
 def poison(caches: DeepseekV4Caches) -> None:
-    for cache in caches.layers:
-        cache.window.fill_(float('nan'))
-        for partials in (cache.entries, cache.keys):
+    for ring in caches.rings:
+        ring.rows.fill_(float('nan'))
+    for layer in caches.layers:
+        for partials in (layer.entries, layer.keys):
             if partials is not None:
-                partials.ring.fill_(float('nan'))
                 partials.pages.fill_(float('nan'))
 
 

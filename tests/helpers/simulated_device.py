@@ -14,7 +14,7 @@ import torch
 
 from specdec.agent.state import SlotState
 from specdec.messages import EngineRequest, RequestOutput, SamplingParams
-from specdec.plan import Admit, SlotResult, StepPlan, StepResult
+from specdec.plan import Admit, Save, SlotResult, StepPlan, StepResult
 from specdec.scheduler.scheduler import Scheduler, SchedulerConfig
 
 VOCABULARY = 50
@@ -56,8 +56,16 @@ class SimulatedDevice:
     """`accept(rng)` says how many of a fresh block's drafts are right."""
 
     def __init__(
-        self, num_slots: int, num_drafts: int, num_pages: int, page_size: int, accept: Callable[[], int]
+        self,
+        num_slots: int,
+        num_drafts: int,
+        num_pages: int,
+        page_size: int,
+        accept: Callable[[], int],
+        num_states: int = 0,
     ) -> None:
+        self.num_states = num_states
+        self.states: dict[int, tuple[int, int]] = {}  # copies of slots: length and chain
         self.num_drafts, self.page_size, self.accept = num_drafts, page_size, accept
         self.slots: list[Slot | None] = [None] * num_slots
         self.target: list[list[tuple[int, int] | None]] = [[None] * page_size for _ in range(num_pages)]
@@ -93,6 +101,8 @@ class SimulatedDevice:
             assert update.index == len(table), 'a page update leaves a hole or replaces a page'
             assert 0 not in update.pages, 'the scratch page was handed out'
             table += update.pages
+        for admit in plan.admits:
+            self._restore(admit)
         assert plan.decodes or plan.chunks, 'an empty step'
         assert len({*plan.decodes, *(c.slot for c in plan.chunks)}) == len(plan.decodes) + len(plan.chunks)
         assert [c.final for c in plan.chunks] == sorted(c.final for c in plan.chunks), 'unfinished chunks come first'
@@ -116,7 +126,24 @@ class SimulatedDevice:
             results.append(result)
             rows += 1 + verified
         assert rows <= plan.row_bound, 'more decoding rows than the plan allows for'
+        for save in plan.saves:
+            self._save(save)
         return StepResult(plan.step, tuple(results))
+
+    def _restore(self, admit: Admit) -> None:
+        """Where something is kept by slot, a request begins behind a prefix with what goes with it, or at 0."""
+        if not self.num_states or not admit.length:
+            assert not admit.state, 'a state for a request that needs none'
+            return
+        chain = self.read(self.target, self._slot(admit.slot).table, admit.length)
+        assert self.states[admit.state] == (admit.length, chain), 'a state of another prefix'
+
+    def _save(self, save: Save) -> None:
+        slot = self._slot(save.slot)
+        assert 1 <= save.state <= self.num_states, 'a state that is not there'
+        assert save.length == slot.length, 'a copy of a slot that has gone on'
+        assert save.length % self.page_size == 0, 'a copy inside a page'
+        self.states[save.state] = (save.length, self.read(self.target, slot.table, save.length))
 
     def _decode(self, plan: StepPlan, number: int, slot: Slot) -> tuple[SlotResult, int]:
         assert slot.anchor is not None, 'a request decodes before its prompt ended'
@@ -204,7 +231,9 @@ class Host:
         self.config = config
         self.scheduler = Scheduler(config)
         slots = config.max_batch_size + 1
-        self.device = SimulatedDevice(slots, config.num_drafts, config.num_pages, config.page_size, accept)
+        self.device = SimulatedDevice(
+            slots, config.num_drafts, config.num_pages, config.page_size, accept, config.num_states
+        )
         width = -(-(config.session_len + 2 * (config.num_drafts + 1)) // config.page_size)
         self.state = SlotState(slots, config.num_drafts, width, 8, torch.device('cpu'))
         self.unread: deque[StepResult] = deque()

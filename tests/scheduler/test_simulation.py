@@ -35,9 +35,19 @@ class Serving(RuleBasedStateMachine):
         caching=st.booleans(),
         overlap=st.integers(0, 1),
         seed=st.integers(0, 1000),
+        states=st.integers(0, 4),
     )
     def start(
-        self, page_size: int, pages: int, drafts: int, batch: int, prefill: int, caching: bool, overlap: int, seed: int
+        self,
+        page_size: int,
+        pages: int,
+        drafts: int,
+        batch: int,
+        prefill: int,
+        caching: bool,
+        overlap: int,
+        seed: int,
+        states: int,
     ) -> None:
         config = SchedulerConfig(
             max_batch_size=batch,
@@ -48,6 +58,7 @@ class Serving(RuleBasedStateMachine):
             page_size=page_size,
             prefix_caching=caching,
             overlap=overlap,
+            num_states=states,
         )
         self.host = Host(config, random_accept(seed, drafts))
 
@@ -117,8 +128,8 @@ TestServing.settings = settings(
 
 @pytest.mark.parametrize('overlap', [0, 1])
 @pytest.mark.parametrize('caching', [False, True])
-@pytest.mark.parametrize('seed', range(3))
-def test_a_tiny_pool_preempts_much_and_loses_nothing(seed: int, caching: bool, overlap: int) -> None:
+@pytest.mark.parametrize(('seed', 'states'), [(0, 0), (1, 0), (2, 0), (0, 3), (1, 9)])
+def test_a_tiny_pool_preempts_much_and_loses_nothing(seed: int, states: int, caching: bool, overlap: int) -> None:
     rng = random.Random(seed)
     config = SchedulerConfig(
         max_batch_size=6,
@@ -129,6 +140,7 @@ def test_a_tiny_pool_preempts_much_and_loses_nothing(seed: int, caching: bool, o
         page_size=4,
         prefix_caching=caching,
         overlap=overlap,
+        num_states=states,
     )
     host = Host(config, random_accept(seed, 3))
     for _ in range(32):

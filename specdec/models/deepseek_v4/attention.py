@@ -95,8 +95,8 @@ class CompressedAttention:
         query_rows = self.latent.query_rows(x)
         latents = self.latent.latents(x, rotation)
         compressed = self._compressed(x, query_rows, rotation, rows, cache)
-        out = self.latent.attend(query_rows, latents, rotation, cache.window, rows.window, compressed)
-        ring_write(cache.window, latents, rows.places)
+        out = self.latent.attend(query_rows, latents, rotation, cache.window.rows, rows.window, compressed)
+        ring_write(cache.window.rows, latents, rows.places)
         return out
 
     def _compressed(

@@ -30,9 +30,9 @@ class Compressor:
     def __call__(self, x: Tensor, windows: Windows, cache: Partials) -> None:
         """Take the step's rows x [T, D] and write the entries that they complete."""
         rows = linear(x, self.projection).float() + self.bias[windows.phases]
-        sums = compress(cache.ring, rows, windows.rows, self.overlap)
+        sums = compress(cache.ring.rows, rows, windows.rows, self.overlap)
         write_entries(cache.pages, windows.rotation.turn(self.norm(sums)), windows.targets)
-        ring_write(cache.ring, rows, windows.places)
+        ring_write(cache.ring.rows, rows, windows.places)
 
     def weights(self, name: str) -> dict[str, Destination]:
         shape = (self.channels, self.projection.shape[1])

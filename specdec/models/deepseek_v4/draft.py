@@ -50,7 +50,7 @@ class BundledDspark:
         self.rotary = PairRotary(config.rope, config.rope_dim, device)
 
     def cache_spec(self) -> DraftRingSpec:
-        return DraftRingSpec(self.config, self.dtype)
+        return DraftRingSpec(self.config, self.draft, self.dtype)
 
     def weights(self) -> dict[str, Destination]:
         found: dict[str, Destination] = {}
@@ -77,9 +77,9 @@ class BundledDspark:
         rotation = self.rotary.at(positions)
         starts = positions[row_offsets[:-1]]
         step = ring_step(row_offsets, starts, slots, positions)
-        places = ring_places(step, rings.windows[0].shape[1])
+        places = ring_places(step, rings.windows[0].capacity)
         for stage, ring in zip(self.stages, rings.windows):
-            ring_write(ring, stage.attention.latent.latents(context, rotation), places)
+            ring_write(ring.rows, stage.attention.latent.latents(context, rotation), places)
 
     def block(self, anchors: Tensor, lengths: Tensor, slots: Tensor, rings: DraftRings) -> Tensor:
         """The block [anchor, noise, ...] behind each request -> its rows [P, g, D] before the final norm.
@@ -95,13 +95,13 @@ class BundledDspark:
         flat = ids.flatten()
         streams = self.embedding(flat).to(self.dtype)[:, None].expand(-1, self.config.streams, -1)
         for stage, ring in zip(self.stages, rings.windows):
-            attend = partial(_attend_block, stage, rotation=rotation, ring=ring, window=window)
+            attend = partial(_attend_block, stage, rotation=rotation, ring=ring.rows, window=window)
             streams = stage(streams, flat, attend)
         return collapse_head(streams, self.head_mix.mix).view(*ids.shape, -1)
 
     def _window(self, lengths: Tensor, slots: Tensor, rings: DraftRings) -> Sources:
         """The W positions before each anchor from the ring, then the block's own rows; alike for all its rows."""
-        width, rows, capacity = self.config.window, self.draft.block_rows, rings.windows[0].shape[1]
+        width, rows, capacity = self.config.window, self.draft.block_rows, rings.windows[0].capacity
         device, count = lengths.device, lengths.shape[0]
         context = lengths[:, None] + torch.arange(-width, 0, device=device)
         places = slots[:, None] * capacity + context.clamp(min=0) % capacity

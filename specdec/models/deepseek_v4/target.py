@@ -77,11 +77,11 @@ class DeepseekV4Target:
 
     def _plan(self, rows: Rows, cache: DeepseekV4Caches) -> StepRows:
         partials = {
-            ratio: layer.entries.ring.shape[1]
+            ratio: layer.entries.ring.capacity
             for ratio, layer in zip(self.config.ratios, cache.layers)
             if layer.entries is not None
         }
-        return plan_rows(rows, self.config.window, cache.layers[0].window.shape[1], partials, self.rotaries)
+        return plan_rows(rows, self.config.window, cache.layers[0].window.capacity, partials, self.rotaries)
 
 
 def implied_shapes(config: DeepseekV4Config) -> dict[str, Shape]:

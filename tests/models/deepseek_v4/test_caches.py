@@ -30,17 +30,20 @@ def num_bytes(tensors: list[Tensor]) -> int:
 def test_target_bytes_are_those_allocated(
     config: DeepseekV4Config, dtype: torch.dtype, num_drafts: int, page_size: int
 ):
-    spec, room = DeepseekV4CacheSpec(config, num_drafts, dtype), CacheRoom(3, page_size, 4)
-    layers = spec.allocate(room, CPU).layers
-    partials = [p for layer in layers for p in (layer.entries, layer.keys) if p is not None]
-    rings = [layer.window for layer in layers] + [p.ring for p in partials]
-    assert num_bytes(rings) == room.num_slots * spec.bytes_per_slot
+    spec, room = DeepseekV4CacheSpec(config, num_drafts, dtype), CacheRoom(3, page_size, 4, num_states=2)
+    caches = spec.allocate(room, CPU)
+    partials = [p for layer in caches.layers for p in (layer.entries, layer.keys) if p is not None]
+    assert num_bytes([ring.rows for ring in caches.rings]) == room.num_slots * spec.bytes_per_slot
+    assert num_bytes([ring.saved for ring in caches.rings]) == (room.num_states + 1) * spec.bytes_per_state
     assert num_bytes([p.pages for p in partials]) == room.num_pages * room.page_size * spec.bytes_per_token
 
 
 def test_draft_bytes_are_those_allocated(config: DeepseekV4Config):
-    spec = DraftRingSpec(config, torch.float32)
-    assert num_bytes(list(spec.allocate(CacheRoom(3, 128, 4), CPU).windows)) == 4 * spec.bytes_per_slot
+    assert config.draft is not None
+    spec = DraftRingSpec(config, config.draft, torch.float32)
+    rings = spec.allocate(CacheRoom(3, 128, 4, num_states=2), CPU).windows
+    assert num_bytes([ring.rows for ring in rings]) == 4 * spec.bytes_per_slot
+    assert num_bytes([ring.saved for ring in rings]) == 3 * spec.bytes_per_state
     assert spec.bytes_per_token == 0
 
 

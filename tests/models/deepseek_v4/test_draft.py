@@ -24,7 +24,7 @@ class Context:
         self.draft, self.slots = draft, torch.tensor([1, 2])
         self.rings = draft.cache_spec().allocate(CacheRoom(1, 128, 3), torch.device('cpu'))
         for ring in self.rings.windows:
-            ring.fill_(float('nan'))
+            ring.rows.fill_(float('nan'))
 
     @torch.inference_mode()
     def absorb(self, taps: list[Tensor], starts: list[int]) -> None:
