@@ -14,7 +14,7 @@ from specdec.errors import ConfigError
 from specdec.messages import PytorchEngineConfig, SpeculativeConfig
 from specdec.models.checkpoint import read_target
 from tests.helpers import deepseek_v4 as v4
-from tests.helpers.emulated_gpu import as_on_a_gpu
+from tests.helpers.emulated_gpu import as_on_a_gpu, interpreted_kernels
 from tests.helpers.engines import Models, Outcome, Settings, World, generate, make_engine, prompt_ids, request
 from tests.helpers.exactness import Ledger
 from tests.helpers.proposers import KnowingProposer, cycling
@@ -101,6 +101,18 @@ def test_padded_overlapped_steps(models: Models, ledger: Ledger, params: dict[st
     check(known, ledger, replace(SETTINGS, chunk=50), arrivals=[3, 0, 1], on_a_gpu=True, **params)
 
 
+@pytest.mark.slow
+def test_kernels_of_a_gpu_in_the_whole_step(models: Models, ledger: Ledger):
+    """Those that there are: experts, products, the Markov chain, picks."""
+    pytest.importorskip('triton')
+    prompts = [prompt_ids(n, 5) for n in (5, 17)]
+    plain = [ledger.plain(models, p, 6) for p in prompts]
+    with interpreted_kernels():
+        found = generate(as_on_a_gpu(make_engine(models, SETTINGS)), [request(p, 6) for p in prompts])
+    for expected, outcome in zip(plain, found):
+        ledger.same(models, expected, outcome)
+
+
 @pytest.mark.parametrize('overlap', [0, 1])
 def test_preemption(models: Models, ledger: Ledger, overlap: int):
     """Pages for two of three requests: one loses its slot, and all that its rings held is computed again."""
@@ -113,22 +125,21 @@ def test_preemption(models: Models, ledger: Ledger, overlap: int):
         ledger.same(models, ledger.plain(models, prompt, NEW_TOKENS), outcome)
 
 
-@pytest.mark.parametrize('overlap', [0, 1])
 @pytest.mark.parametrize('on_a_gpu', [False, True])
-def test_prefix_hits(models: Models, ledger: Ledger, overlap: int, on_a_gpu: bool):
+def test_prefix_hits(models: Models, ledger: Ledger, on_a_gpu: bool):
     """Rings of a cached prefix are copied with it; text and acceptance are those of a prompt that is computed."""
     base, lengths = prompt_ids(300, 6), (129, 300, 256, 257, 200)
     texts = [base[:n] if n > 200 else (*base[:n], 7, 8) for n in lengths]
     texts.append((*base[:140], *prompt_ids(120, 7)))
     fresh = make_engine(models, replace(SETTINGS, prefix_caching=False))
-    engine = make_engine(models, replace(SETTINGS, overlap=overlap, chunk=90))
+    wanted = [generate(fresh, [request(text, 8)])[0] for text in texts]
+    engine = make_engine(models, replace(SETTINGS, chunk=90))
     engine = as_on_a_gpu(engine) if on_a_gpu else engine
     cached = []
-    for text in [*texts, *texts]:
-        [found] = generate(engine, [request(text, 12)])
-        [wanted] = generate(fresh, [request(text, 12)])
-        ledger.same(models, wanted, found)
-        assert found.steps[: len(wanted.steps)] == wanted.steps
+    for text, plain in zip([*texts, *texts], [*wanted, *wanted]):
+        [found] = generate(engine, [request(text, 8)])
+        ledger.same(models, plain, found)
+        assert found.steps[: len(plain.steps)] == plain.steps
         cached += found.cached
     # a copy lies at the last boundary before a prompt's end, and where pages were found without one
     assert cached == [0, 128, 128, 256, 128, 128, *[128, 256, 128, 256, 128, 256]]

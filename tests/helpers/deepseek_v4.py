@@ -92,11 +92,11 @@ def config(**changes: Any) -> dict[str, Any]:
     }
 
 
-def bundled_config(**changes: Any) -> dict[str, Any]:
+def bundled_config(taps: tuple[int, ...] = TAPS, **changes: Any) -> dict[str, Any]:
     return config(
         dspark_block_size=BLOCK,
         dspark_noise_token_id=NOISE,
-        dspark_target_layer_ids=list(TAPS),
+        dspark_target_layer_ids=list(taps),
         dspark_markov_rank=RANK,
         **changes,
     )
@@ -132,18 +132,20 @@ def _spread(name: str, value: Tensor) -> tuple[float, float]:
     return 0.0, (1.5 if leaf in ('fn', 'hc_fn') else 1.4) / value.shape[-1] ** 0.5
 
 
-def reference_logits(model: DeepseekV4ForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
+def reference_logits(
+    model: DeepseekV4ForCausalLM, ids: Tensor, layers: tuple[int, ...] = TAPS
+) -> tuple[Tensor, Tensor]:
     """ids [B, S] -> logits [B, S, V] and taps [B, S, m * D] without a cache."""
     taps: dict[int, Tensor] = {}
     hooks = [
         model.model.layers[i].register_forward_hook(lambda _m, _a, out, i=i: taps.__setitem__(i, out.mean(2)))
-        for i in TAPS
+        for i in layers
     ]
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
     for hook in hooks:
         hook.remove()
-    return logits, torch.cat([taps[i] for i in TAPS], -1)
+    return logits, torch.cat([taps[i] for i in layers], -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,18 +162,8 @@ class ReferenceDraft:
     def propose(self, target: DeepseekV4ForCausalLM, taps: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """taps [B, C, m * D] of the committed positions, anchors [B] at position C -> greedy tokens [B, g], their
         logits [B, g, V] and acceptance probabilities [B, g]."""
-        settings = self.stages.config
-        batch, length = taps.shape[:2]
-        context = _norm(F.linear(taps, self.main_proj), self.main_norm, settings.rms_norm_eps)
-        first = max(length - settings.sliding_window, 0)
-        before = torch.arange(first, length).expand(batch, -1)
-        here = torch.arange(length, length + BLOCK).expand(batch, -1)
-        ids = torch.full((batch, BLOCK), NOISE)
-        ids[:, 0] = anchors
-        streams = target.model.embed_tokens(ids).unsqueeze(2).repeat(1, 1, settings.hc_mult, 1)
-        for layer in self.stages.model.layers:
-            streams = self._stage(layer, streams, context[:, first:], before, here, ids)
-        hidden = self.stages.model.hc_head(streams)
+        length = torch.full((len(taps),), taps.shape[1])
+        hidden = self.hidden(target, taps[:, -self.stages.config.sliding_window :], anchors, length)
         base = target.lm_head(self.stages.model.norm(hidden))
         token, tokens, logits, sure = anchors, [], [], []
         for k in range(BLOCK):
@@ -181,6 +173,20 @@ class ReferenceDraft:
             token = logits[-1].argmax(-1)
             tokens.append(token)
         return torch.stack(tokens, 1), torch.stack(logits, 1), torch.stack(sure, 1)
+
+    def hidden(self, target: DeepseekV4ForCausalLM, taps: Tensor, anchors: Tensor, lengths: Tensor) -> Tensor:
+        """Rows of the blocks before the final norm [B, g, D]; taps [B, n, m * D] of the n positions before each
+        anchor, which is at lengths [B]; n is at most the window."""
+        settings = self.stages.config
+        context = _norm(F.linear(taps, self.main_proj), self.main_norm, settings.rms_norm_eps)
+        before = lengths[:, None] + torch.arange(-taps.shape[1], 0)
+        here = lengths[:, None] + torch.arange(BLOCK)
+        ids = torch.full((len(anchors), BLOCK), NOISE)
+        ids[:, 0] = anchors
+        streams = target.model.embed_tokens(ids).unsqueeze(2).repeat(1, 1, settings.hc_mult, 1)
+        for layer in self.stages.model.layers:
+            streams = self._stage(layer, streams, context, before, here, ids)
+        return self.stages.model.hc_head(streams)
 
     def _stage(self, layer: Any, streams: Tensor, context: Tensor, before: Tensor, here: Tensor, ids: Tensor) -> Tensor:
         attention = layer.self_attn
@@ -214,8 +220,9 @@ def _expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return post.unsqueeze(-1) * y.unsqueeze(2) + comb.transpose(-1, -2) @ streams
 
 
-def build_draft(seed: int = 1, stages: int = STAGES) -> ReferenceDraft:
-    model = build_target(seed, num_hidden_layers=stages, compress_ratios=[0] * stages, num_hash_layers=0)
+def build_draft(seed: int = 1, stages: int = STAGES, taps: tuple[int, ...] = TAPS, **changes: Any) -> ReferenceDraft:
+    own = {'num_hidden_layers': stages, 'compress_ratios': [0] * stages, 'num_hash_layers': 0}
+    model = build_target(seed, **changes | own)
     generator = torch.Generator().manual_seed(seed + 100)
     size = model.config.hidden_size
 
@@ -224,7 +231,7 @@ def build_draft(seed: int = 1, stages: int = STAGES) -> ReferenceDraft:
 
     return ReferenceDraft(
         stages=model,
-        main_proj=drawn(size, size * len(TAPS), spread=(size * len(TAPS)) ** -0.5),
+        main_proj=drawn(size, size * len(taps), spread=(size * len(taps)) ** -0.5),
         main_norm=drawn(size, spread=0.2, mean=1.0),
         markov_w1=drawn(VOCABULARY, RANK),
         markov_w2=drawn(VOCABULARY, RANK, spread=0.5),

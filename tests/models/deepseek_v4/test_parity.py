@@ -58,8 +58,7 @@ def test_token_by_token(case: Case, target: DeepseekV4Target):
             check(case, request, t, result)
 
 
-@pytest.mark.parametrize('num_drafts', [1, 2, 3, 5, 7])
-@pytest.mark.parametrize('prefill', [5, 126])
+@pytest.mark.parametrize(('num_drafts', 'prefill'), [(1, 126), (2, 5), (3, 126), (5, 5), (5, 126), (7, 90)])
 def test_verify_steps_with_rejected_tails(case: Case, target: DeepseekV4Target, num_drafts: int, prefill: int):
     """Any number of the drafted rows is wrong; their traces in rings and pages must not be seen by anyone later."""
     generator = torch.Generator().manual_seed(100 * num_drafts + prefill)

@@ -11,6 +11,7 @@ from specdec.errors import CheckpointError
 from specdec.layers.rotary import RopeConfig
 from specdec.models.checkpoint import read_config, tensor_shapes, tensors
 from specdec.models.deepseek_v4.config import DeepseekV4Config, read_deepseek_v4
+from specdec.models.deepseek_v4.target import implied_shapes
 from specdec.models.deepseek_v4.tensors import dequantise_fp4, dequantise_fp8, plain_shapes, plain_tensors, scale_values
 from tests.helpers import deepseek_v4 as v4
 from tests.models.deepseek_v4.conftest import Case
@@ -209,6 +210,22 @@ def test_flash(tmp_path: Path):
     assert (config.ratios.count(0), config.ratios.count(4), config.ratios.count(128)) == (2, 21, 20)
     assert config.draft is not None
     assert (config.draft.num_stages, config.draft.taps, config.draft.confidence) == (3, (40, 41, 42), True)
+
+
+def test_flash_has_as_many_tensors_as_were_published(tmp_path: Path):
+    """72,317 with the scales of its FP8 and FP4 weights: 67,612 of the target, 4,705 of the heads."""
+    shapes = implied_shapes(read(tmp_path, flash(dspark_target_layer_ids=[40, 41, 42]), DSPARK_NAMES))
+    quantised = [
+        name
+        for name in shapes
+        if name.removesuffix('.weight').rpartition('.')[2] in v4.QUANTISED_LINEARS and '.compressor.' not in name
+    ]
+    heads = [name for name in (*shapes, *quantised) if name.startswith('mtp.')]
+    assert len(shapes) + len(quantised) == 72_317
+    assert len(heads) == 4_705
+    assert shapes['layers.2.attn.indexer.wq_b.weight'] == (64 * 128, 1024)
+    assert shapes['layers.42.ffn.experts.255.w2.weight'] == (4096, 2048)
+    assert shapes['mtp.0.main_proj.weight'] == (4096, 3 * 4096)
 
 
 def test_pro(tmp_path: Path):
