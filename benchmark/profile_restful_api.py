@@ -17,12 +17,14 @@ import ssl
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from specdec.cli.prompts import read_prompts
 
 PERCENTILES = (50, 90, 99)
 SCRAPED = {  # counters whose growth during a round is reported
@@ -280,23 +282,6 @@ def plot(file: Path, rows: list[dict[str, Any]]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- main
-def read_prompts(file: Path | None) -> list[list[dict[str, Any]]]:
-    """Conversations: a line each, in a .jsonl file a text, {"prompt": ...} or {"messages": ...}, else plain text."""
-    if file is None:
-        from specdec.demo.prompts import held_out_prompts
-
-        return [[{'role': 'user', 'content': prompt.text}] for prompt in held_out_prompts()]
-    lines = file.read_text(encoding='utf-8').splitlines()
-    values = [json.loads(line) if file.suffix == '.jsonl' else line for line in lines if line.strip()]
-    return list(_conversations(values))
-
-
-def _conversations(values: list[Any]) -> Iterator[list[dict[str, Any]]]:
-    for value in values:
-        if isinstance(value, dict) and 'messages' in value:
-            yield value['messages']
-        else:
-            yield [{'role': 'user', 'content': value['prompt'] if isinstance(value, dict) else value}]
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:

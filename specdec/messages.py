@@ -28,6 +28,7 @@ MAX_BAD_WORD_TOKENS = 16
 MAX_LOGIT_BIAS = 512
 MAX_CHOICES = 128
 MAX_NGRAM = 1024
+VERIFY_LENGTHS = ('fixed', 'threshold', 'adaptive')
 DRAFT_SAMPLINGS = ('greedy', 'coupled', 'probabilistic')
 LOGPROBS_MODES = (None, 'raw_logprobs', 'processed_logprobs')
 
@@ -127,6 +128,9 @@ class SpeculativeConfig:
     `num_speculative_tokens` is K, the drafted tokens verified per step; None = as trained.
     `dflash_block_size` is K + 1, the verified rows of a DFlash step. `draft_sampling`: how sampling requests draw their
     drafts (docs/exactness.md); 'probabilistic' needs memory for the drafts' distributions and must be chosen here.
+
+    `verify_length` (docs/verify_lengths.md): 'fixed' verifies every draft; 'threshold' those before the first whose
+    confidence is below `confidence_threshold`; 'adaptive' as many as pay at the current load.
     """
 
     method: str
@@ -134,10 +138,14 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None
     dflash_block_size: int | None = None
     draft_sampling: str = 'coupled'
+    verify_length: str = 'fixed'
+    confidence_threshold: float | None = None
 
     def __post_init__(self) -> None:
         _choice('method', self.method, METHODS)
         _choice('draft_sampling', self.draft_sampling, DRAFT_SAMPLINGS)
+        _choice('verify_length', self.verify_length, VERIFY_LENGTHS)
+        self._check_threshold()
         if self.num_speculative_tokens is not None:
             _at_least('num_speculative_tokens', self.num_speculative_tokens, 1)
         if self.dflash_block_size is None:
@@ -155,6 +163,18 @@ class SpeculativeConfig:
                 self.dflash_block_size,
                 f'contradicts num_speculative_tokens={self.num_speculative_tokens}; set one of them (block = tokens+1)',
             )
+
+    def _check_threshold(self) -> None:
+        limit, wanted = self.confidence_threshold, self.verify_length == 'threshold'
+        if limit is None and wanted:
+            raise ConfigError('confidence_threshold', None, "verify_length='threshold' needs one in (0, 1)")
+        if limit is None:
+            return
+        if not wanted:
+            raise ConfigError('confidence_threshold', limit, "goes with verify_length='threshold' only")
+        _number('confidence_threshold', limit)
+        if not 0 < limit < 1:
+            raise ConfigError('confidence_threshold', limit, 'must lie in (0, 1)')
 
     @property
     def requested_tokens(self) -> int | None:
@@ -464,7 +484,7 @@ class EngineInfo:
 
     `folder` is the target's local folder (tokenizer and chat template lie there); `num_drafts` is K, 0 without a draft;
     `eos_ids` are those of the checkpoint's generation_config and config; `draft_sampling` is what requests get by
-    default.
+    default; `verify_length` how many of them are verified.
     """
 
     model_name: str
@@ -477,6 +497,7 @@ class EngineInfo:
     device: str = 'cpu'
     dtype: str = 'float32'
     draft_sampling: str = 'greedy'
+    verify_length: str = 'fixed'
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,7 +530,9 @@ class StatsQuery:
 class EngineStats:
     """The engine at this moment, and totals since its start. `num_pages` leaves the scratch page out.
 
-    `num_pages_held` belong to requests; pages that only the prefix cache keeps count as free.
+    `num_pages_held` belong to requests; pages that only the prefix cache keeps count as free. `draft_budget`: drafted
+    rows that the latest step may have had, None for all there were; `drafting`: it drafted blocks for the next one;
+    `step_cost`: JSON table of what steps cost, '' unless verify lengths adapt.
     """
 
     num_running: int = 0
@@ -519,6 +542,9 @@ class EngineStats:
     num_pages_held: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    draft_budget: int | None = None
+    drafting: bool = False
+    step_cost: str = ''
 
 
 @dataclass(frozen=True, slots=True)

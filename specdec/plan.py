@@ -109,11 +109,28 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidate:
+    """A request as the choice of verify lengths sees it: drafts `available` for this step, at most `cap` in any."""
+
+    available: int
+    cap: int
+
+
+@dataclass(frozen=True, slots=True)
+class LengthChoice:
+    """`budget`: drafted rows of this step, None: all there are. `drafting`: whether it drafts blocks for the next."""
+
+    budget: int | None
+    drafting: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. Request order, here and in the result: unfinished chunks, final chunks, decoding slots.
 
     `num_drafting`: how many of the sampling requests may use drafts in the next step; 0 lets the block pass be skipped.
-    `row_bound`: at most so many rows belong to decoding slots; `table_width`: page-table columns in use. `stages`: what
+    `row_bound`: at most so many rows belong to decoding slots, of which `draft_budget` may hold drafts (None: all
+    there are); `table_width`: page-table columns in use. `stages`: what
     some sampling request needs; `top_k`: the largest one, 0 if some request that filters has none; `grammars`: slots of
     sampling requests that follow one. `logprobs`: None, or the largest number of alternatives asked for. `saves`:
     copies to be made of slots whose chunk ends on a page boundary.
@@ -132,6 +149,7 @@ class StepPlan:
     grammars: tuple[int, ...] = ()
     logprobs: int | None = None
     saves: tuple[Save, ...] = ()
+    draft_budget: int | None = None
 
     @property
     def num_absorbing(self) -> int:
@@ -149,7 +167,8 @@ class SlotResult:
     """What one sampling request got: `token_ids` after the device's cut, `drafted` rows verified.
 
     `finish` None, 'stop', 'length', or 'error': no id was allowed on the row behind `token_ids`. `logprobs[i]`: token
-    id to log-probability for emitted token i, its own first.
+    id to log-probability for emitted token i, its own first. `survival` [K]: of the block just drafted, if the host
+    sets budgets by it.
     """
 
     slot: int
@@ -157,6 +176,7 @@ class SlotResult:
     drafted: int
     finish: str | None
     logprobs: tuple[dict[int, float], ...] | None = None
+    survival: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

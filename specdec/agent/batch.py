@@ -71,7 +71,8 @@ def decode_batch(
     """A step without prompt chunks. `num_rows` pads the rows; None fits them: the host then waits for the device."""
     page_table = state.page_table[slots, :table_width]
     ints, drafts = state.ints[slots], state.drafts[slots]
-    packed, lengths = _decode_rows(ints, drafts, page_table, num_rows, page_size)
+    lengths = _verify_lengths(state, slots, ints)
+    packed = _decode_rows(ints, drafts, lengths, page_table, num_rows, page_size)
     layout = RowLayout(packed.offsets, packed.contexts, page_table, (), state.num_drafts + 1, page_size)
     return Batch(
         rows=Rows(packed.ids, packed.positions, packed.entries, slots, layout),
@@ -93,7 +94,8 @@ def mixed_batch(state: SlotState, plan: StepPlan, pad: bool, page_size: int, sta
     ints, drafts = state.ints[drawing], state.drafts[drawing]
     chunks = _chunk_rows(plan.chunks, page_table[:num_chunks], page_size, device)
     num_rows = plan.row_bound if pad else None
-    decoding, lengths = _decode_rows(ints[num_final:], drafts[num_final:], page_table[num_chunks:], num_rows, page_size)
+    lengths = _verify_lengths(state, drawing[num_final:], ints[num_final:])
+    decoding = _decode_rows(ints[num_final:], drafts[num_final:], lengths, page_table[num_chunks:], num_rows, page_size)
     packed = _join(chunks, decoding)
     logit_rows, logit_offsets, logit_requests = _logit_rows(chunks, decoding, absorbing)
     layout = RowLayout(
@@ -137,12 +139,19 @@ def _sampling(state: SlotState, slots: Tensor, ints: Tensor, stages: Stage) -> S
     )
 
 
+def _verify_lengths(state: SlotState, slots: Tensor, ints: Tensor) -> Tensor:
+    """Drafts of each decoding slot [n] that this step verifies, by the engine's rule and the step's budget."""
+    available = fixed(ints[:, NUM_DRAFTS], ints[:, CAP], ints[:, END] - 1 - ints[:, LENGTH])
+    if not state.lengths.reads_survival:
+        return available
+    return state.lengths.choose(available, state.survival[slots], state.budget)
+
+
 def _decode_rows(
-    ints: Tensor, drafts: Tensor, page_table: Tensor, num_rows: int | None, page_size: int
-) -> tuple[_Packed, Tensor]:
-    """Anchor and verified drafts of each decoding request, packed -> (rows, verify lengths)."""
+    ints: Tensor, drafts: Tensor, lengths: Tensor, page_table: Tensor, num_rows: int | None, page_size: int
+) -> _Packed:
+    """Anchor and the first `lengths` drafts of each decoding request, packed."""
     starts = ints[:, LENGTH]
-    lengths = fixed(ints[:, NUM_DRAFTS], ints[:, CAP], ints[:, END] - 1 - starts)
     offsets = F.pad((lengths + 1).cumsum(0), (1, 0))
     tokens = torch.cat([ints[:, ANCHOR, None], drafts], 1)
     if num_rows is None:
@@ -155,7 +164,7 @@ def _decode_rows(
         requests, step = torch.where(used, requests, 0), torch.where(used, step, 0)
         ids, positions = torch.where(used, tokens[requests, step], 0), torch.where(used, starts[requests] + step, 0)
         entries = torch.where(used, cache_slots(page_table, requests, positions, page_size), 0)
-    return _Packed(ids, positions, entries, requests, offsets, starts), lengths
+    return _Packed(ids, positions, entries, requests, offsets, starts)
 
 
 def _row_requests(offsets: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

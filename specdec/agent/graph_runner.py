@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from specdec.agent.batch import decode_batch
+from specdec.agent.marks import mark, milliseconds
 from specdec.agent.step_model import Judged, StepModel
 from specdec.agent.transfer import to_device
 from specdec.plan import NO_STAGE, RULES, Stage, StepPlan
+from specdec.spec_decode.draft_budget import row_buckets
 
 CaptureProgress = Callable[[int, int], None]  # graphs captured, graphs in all
 
@@ -65,7 +67,7 @@ class GraphRunner:
 
     def capture(self, progress: CaptureProgress | None = None) -> None:
         """Capture every bucket, the largest first so that the others fit into its memory."""
-        keys = sorted({(b, b * rows) for b in self.buckets for rows in self._rows_per_request()}, reverse=True)
+        keys = self.shapes()
         pool = torch.cuda.graph_pool_handle()
         for done, (batch, rows) in enumerate(keys):
             self.graphs[batch, rows] = self._capture_bucket(batch, rows, pool)
@@ -73,14 +75,22 @@ class GraphRunner:
                 progress(done + 1, len(keys))
         torch.cuda.synchronize()
 
-    def _rows_per_request(self) -> set[int]:
-        """With every draft verified, or none: what fixed lengths need."""
-        return {1, self.model.state.num_drafts + 1}
+    def shapes(self) -> list[tuple[int, int]]:
+        """What is captured, (batch, rows), the largest first."""
+        return sorted(((batch, rows) for batch in self.buckets for rows in self.rows_for(batch)), reverse=True)
+
+    def rows_for(self, batch: int) -> tuple[int, ...]:
+        """Row counts of a batch bucket: with every draft verified or none, and between them where lengths adapt."""
+        most = self.model.state.num_drafts + 1
+        if self.model.state.lengths.reports_survival:
+            return row_buckets(batch, most - 1)
+        return tuple(sorted({batch, batch * most}))
 
     def _variants(self, batch: int, rows: int) -> list[tuple[Stage, bool]]:
         may_draft = self.model.state.num_drafts > 0
         draws = [(stages, may_draft) for stages in self.stages]
-        return draws + ([(stages, False) for stages, _ in draws] if may_draft and rows == batch else [])
+        may_pause = may_draft and (rows == batch or self.model.state.lengths.reports_survival)
+        return draws + ([(stages, False) for stages, _ in draws] if may_pause else [])
 
     @torch.inference_mode()
     def _capture_bucket(self, batch: int, rows: int, pool: tuple[int, int]) -> StepGraphs:
@@ -109,6 +119,17 @@ class GraphRunner:
             drafts[stages, drafting] = DraftGraph(graph, judged)
         return StepGraphs(slots, target, drafts)
 
+    def run_blank(self, batch: int, rows: int, drafting: bool) -> tuple[float, float]:
+        """Replay a shape with padding alone, which leaves no trace -> ms of the target, of the rest."""
+        graphs, device = self.graphs[batch, rows], self.model.state.device
+        graphs.slots.zero_()
+        start = mark(device)
+        graphs.target.replay()
+        middle = mark(device)
+        graphs.drafts[self.stages[0], drafting].graph.replay()
+        end = mark(device)
+        return milliseconds(start, middle), milliseconds(middle, end)
+
     def stages_for(self, plan: StepPlan) -> Stage:
         """The captured variant that covers a plan: stages beyond what a request asked for leave its rows alone."""
         return next(stages for stages in self.stages if plan.stages in stages)
@@ -121,7 +142,7 @@ class GraphRunner:
         if batch is None:
             return None
         padding = batch - len(plan.decodes)
-        rows = bucket_for(plan.row_bound + padding, sorted(batch * n for n in self._rows_per_request()))
+        rows = bucket_for(plan.row_bound + padding, self.rows_for(batch))
         graphs = self.graphs.get((batch, rows)) if rows is not None else None
         if graphs is None:
             return None

@@ -3,7 +3,7 @@
 Next: batch.py, which packs a step; step_model.py, the step itself; grammar_masks.py, what happens between its phases.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -14,6 +14,8 @@ from torch import Tensor
 from specdec.agent.batch import decode_batch, mixed_batch
 from specdec.agent.grammar_masks import GrammarMasks, MakeGuide
 from specdec.agent.graph_runner import GraphRunner
+from specdec.agent.marks import Mark, mark, milliseconds
+from specdec.agent.step_cost import StepCost
 from specdec.agent.step_model import Judged, StepModel
 from specdec.agent.transfer import HostCopy, to_device, to_host
 from specdec.plan import SlotResult, StepPlan, StepResult
@@ -26,19 +28,29 @@ FINISH = {RUNNING: None, STOPPED: 'stop', FULL: 'length', STUCK: 'error'}
 class Launched:
     """A step under way: (table,) arrives, or (table, offsets, own, values, ids) where logprobs are wanted.
 
-    The table is that of Judged; in a step with grammars the next drafts [P, K] stand behind it.
+    The table is that of Judged; in a step with grammars the next drafts [P, K] stand behind it. Survivals [P, K], if
+    the host wants them, come last.
     """
 
     plan: StepPlan
     results: HostCopy
+    marks: Sequence[Mark] | None = None  # before the step, at the logits, behind it; where costs are kept
 
 
 class ModelAgent:
     """Runs plans in order: `launch` starts a step, `read` waits for its result."""
 
-    def __init__(self, model: StepModel, make_guide: MakeGuide, graphs: GraphRunner | None = None) -> None:
-        """`make_guide`: what walks a request's grammar; called for those that have one."""
-        self.model, self.graphs = model, graphs
+    def __init__(
+        self,
+        model: StepModel,
+        make_guide: MakeGuide,
+        graphs: GraphRunner | None = None,
+        cost: StepCost | None = None,
+    ) -> None:
+        """`make_guide`: what walks a request's grammar; called for those that have one. `cost`: learns from every
+        decode step, if somebody will ask it.
+        """
+        self.model, self.graphs, self.cost = model, graphs, cost
         self.device = model.state.device
         self.grammar_masks = GrammarMasks(model.state, make_guide)
         self.eager_decode_steps = 0  # steps without prompt chunks that no graph ran
@@ -48,16 +60,25 @@ class ModelAgent:
         self.model.state.apply(plan)
         self.model.caches.restore(plan)
         self.grammar_masks.admit(plan.admits)
-        write_masks = partial(self.grammar_masks.write, plan.grammars)
-        judged = None if self.graphs is None else self.graphs.run(plan, write_masks)
+        marks = None if self.cost is None or plan.chunks else [mark(self.device)]
+        between = partial(self._between, plan, marks)
+        judged = None if self.graphs is None else self.graphs.run(plan, between)
         if judged is None:
             self.eager_decode_steps += self.graphs is not None and not plan.chunks
-            judged = self._run(plan, write_masks)
+            judged = self._run(plan, between)
+        if marks is not None:
+            marks.append(mark(self.device))
         self.model.caches.save(plan)
-        launched = Launched(plan, to_host(() if judged is None else self._wanted(plan, judged), self.device))
+        launched = Launched(plan, to_host(() if judged is None else self._wanted(plan, judged), self.device), marks)
         if plan.grammars:
             self.grammar_masks.note_launched(plan, launched.results)
         return launched
+
+    def _between(self, plan: StepPlan, marks: list[Mark] | None) -> None:
+        """What happens when a step's target is under way and its verdict is not."""
+        if marks is not None:
+            marks.append(mark(self.device))
+        self.grammar_masks.write(plan.grammars)
 
     def _run(self, plan: StepPlan, between: Callable[[], None]) -> Judged | None:
         """One step, operator by operator; None if no request draws a token. `between` is called between its phases."""
@@ -79,18 +100,23 @@ class ModelAgent:
         wanted = judged.table
         if plan.grammars:  # the drafts, too: their masks are written before the step that verifies them is judged
             wanted = torch.cat([wanted, self.model.state.drafts[judged.batch.sampling.slots]], 1)
+        reported = (judged.survival,) if judged.survival is not None and self.model.reports_survival else ()
         if plan.logprobs is None:
-            return (wanted,)
+            return (wanted, *reported)
         rows, logits = judged.batch.drawing, judged.logits
         ids = judged.table[:, 3:][rows.requests, rows.steps].clamp(min=0)
-        return (wanted, rows.offsets, *emitted_logprobs(logits, ids, plan.logprobs))
+        return (wanted, rows.offsets, *emitted_logprobs(logits, ids, plan.logprobs), *reported)
 
     def read(self, launched: Launched) -> StepResult:
         plan, results = launched.plan, launched.results.wait()
         if not results:
             return StepResult(plan.step, ())
         rows = results[0].tolist()
-        logprobs = None if plan.logprobs is None else _logprobs(rows, *results[1:])
+        logprobs = None if plan.logprobs is None else _logprobs(rows, *results[1:5])
+        reported = len(results) > (1 if plan.logprobs is None else 5)
+        survivals = results[-1].tolist() if reported else [None] * len(rows)
+        if launched.marks is not None:
+            self._note_cost(launched.marks, plan, sum(drafted for _, drafted, *_ in rows[: len(plan.decodes)]))
         return StepResult(
             plan.step,
             tuple(
@@ -100,10 +126,19 @@ class ModelAgent:
                     drafted=drafted,
                     finish=FINISH[finish],
                     logprobs=None if logprobs is None else logprobs[i][:count],
+                    survival=None if survivals[i] is None else tuple(survivals[i]),
                 )
                 for i, (slot, (count, drafted, finish, *tokens)) in enumerate(zip(plan.drawing_slots, rows))
             ),
         )
+
+    def _note_cost(self, marks: Sequence[Mark], plan: StepPlan, num_drafted: int) -> None:
+        """Where rows are padded the host's bound sized the step, else what was really verified."""
+        assert self.cost is not None
+        batch = len(plan.decodes)
+        rows = plan.row_bound if self.model.state.padded else batch + num_drafted
+        target, rest = milliseconds(marks[0], marks[1]), milliseconds(marks[1], marks[2])
+        self.cost.observe(batch, rows, target, rest, plan.num_drafting > 0)
 
 
 def _logprobs(

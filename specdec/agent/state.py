@@ -11,6 +11,7 @@ from specdec.agent.transfer import tensor_to_device, to_device
 from specdec.messages import DRAFT_SAMPLINGS, MAX_BANNED_IDS, MAX_STOP_IDS, SamplingParams
 from specdec.plan import RULES, Admit, Stage, StepPlan
 from specdec.spec_decode.rules import HEAD, NO_ID, NO_OUTPUT, NOT_THINKING, Rules
+from specdec.spec_decode.verify_length import EVERY_DRAFT, NO_BUDGET, AcceptanceHistory, LengthRule
 
 # columns of `ints`: per-request integers live side by side, so that one gather fetches them all; the first three are
 # what a step changes
@@ -23,7 +24,8 @@ class SlotState:
     """Tensors with one row per slot: ints [S, 9] int64, floats [S, 3] fp32, drafts [S, K] and survival [S, K] fp32,
     stop_ids and banned_ids [S, n], page_table [S, P] int32 whose unused entries are 0; `rules`: what logits rules go
     by; `draft_probabilities` [S, K, V] fp32, or nothing unless `probabilistic`. `padded`: steps have rows beyond their
-    requests', so that the host need not know how many there are.
+    requests', so that the host need not know how many there are. `lengths`: how verify lengths are chosen; `budget`
+    [1]: drafted rows of this step; `history`: acceptance so far, where survivals come from without a confidence head.
     """
 
     def __init__(
@@ -35,8 +37,9 @@ class SlotState:
         device: torch.device,
         padded: bool = False,
         probabilistic: bool = False,
+        lengths: LengthRule = EVERY_DRAFT,
     ) -> None:
-        self.device, self.padded = device, padded
+        self.device, self.padded, self.lengths = device, padded, lengths
         self.num_drafts = num_drafts
         self.ints = torch.zeros(num_slots, 9, dtype=torch.int64, device=device)
         self.floats = torch.zeros(num_slots, 3, dtype=torch.float32, device=device)
@@ -48,6 +51,8 @@ class SlotState:
         self.rules = Rules.allocate(num_slots, num_drafts, vocabulary, device)
         shape = (num_slots, num_drafts, vocabulary) if probabilistic else (0, num_drafts, vocabulary)
         self.draft_probabilities = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.budget = torch.full((1,), NO_BUDGET, dtype=torch.int64, device=device)
+        self.history = AcceptanceHistory.allocate(num_slots, num_drafts, device)
         self._ruled_slots: set[int] = set()  # whose rows of `rules` are not blank
 
     @staticmethod
@@ -58,6 +63,8 @@ class SlotState:
 
     def apply(self, plan: StepPlan) -> None:
         """The host's records: new tenants of slots first, then page-table entries."""
+        if plan.draft_budget is not None:
+            self.budget.fill_(plan.draft_budget)
         for admit in plan.admits:
             self._admit(admit)
         for update in plan.page_updates:
@@ -76,6 +83,8 @@ class SlotState:
         self.stop_ids[slot] = self._id_list(params.stop_ids, MAX_STOP_IDS)
         self.banned_ids[slot] = self._id_list(params.banned_ids, MAX_BANNED_IDS)
         self.page_table[slot] = 0
+        if self.lengths.reads_survival:
+            self.history.forget(slot)
         if slot in self._ruled_slots:
             self._blank_rules(slot)
         if admit.stages & RULES:

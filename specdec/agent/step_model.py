@@ -26,12 +26,13 @@ from specdec.spec_decode.rejection_sampler import Verdict, verify
 class Judged:
     """What a step leaves on the device. `table` [P, 3 + K + 1]: emitted count, verify length, finish code, tokens.
 
-    `logits` [R, V]: what log-probabilities are taken from.
+    `logits` [R, V]: what log-probabilities are taken from. `survival` [P, K]: of the blocks just drafted, if any.
     """
 
     batch: Batch
     logits: Tensor
     table: Tensor
+    survival: Tensor | None = None
 
 
 class StepModel:
@@ -49,6 +50,9 @@ class StepModel:
         """`processed_logprobs`: log-probabilities are those that tokens are drawn from, not the target's own."""
         self.target, self.proposer, self.caches, self.state = target, proposer, caches, state
         self.page_size, self.processed_logprobs = page_size, processed_logprobs
+        lengths = state.lengths
+        self.reports_survival = lengths.reports_survival
+        self.keeps_history = lengths.reads_survival and not proposer.has_confidence
 
     def run_target(self, batch: Batch) -> tuple[TargetOutput, Tensor]:
         """Rows -> taps and hidden states of all rows, logits [R, V] fp32 of those that draw a token."""
@@ -67,6 +71,8 @@ class StepModel:
         slots = batch.sampling.slots
         q = state.draft_probabilities[slots] if Stage.RATIO in stages else None
         verdict = verify(logits, drawing, batch.sampling, stages, state.rules, q, top_k)
+        if self.keeps_history:
+            state.history.observe(slots, drawing.verify_lengths, verdict.committed - 1)
         if stages & RULES:
             state.rules.note_emitted(slots, verdict.tokens, verdict.counts, drawing.first_positions, stages)
         layout, absorbing = batch.rows.layout, batch.num_absorbing
@@ -78,19 +84,20 @@ class StepModel:
         draws = _draft_sampling(batch, stages, top_k) if drafting else None
         step = self._draft_step(batch, output, committed, verdict.next_tokens, lengths[absorbing:], draws)
         self.proposer.absorb(step)
-        tokens = None
+        tokens = survival = None
         if drafting:
             proposal = self.proposer.propose(step)
             tokens = proposal.tokens
-            if proposal.survival is not None:
-                state.keep_survival(slots, proposal.survival)
+            if state.lengths.reads_survival:
+                survival = state.history.survival(slots) if proposal.survival is None else proposal.survival
+                state.keep_survival(slots, survival)
             if proposal.q is not None:
                 state.keep_draft_probabilities(slots, proposal.q)
         state.advance(slots, lengths[absorbing:], verdict.next_tokens, tokens)
         if absorbing:
             state.commit(batch.slots[:absorbing], lengths[:absorbing])
         shown = verdict.processed.scaled() if self.processed_logprobs else logits
-        return Judged(batch, shown, _table(batch, verdict))
+        return Judged(batch, shown, _table(batch, verdict), survival)
 
     def absorb_only(self, batch: Batch) -> None:
         """Prompt chunks that all leave their prompt unfinished: nobody draws a token."""

@@ -37,6 +37,8 @@ def chat(
     speculative_num_draft_tokens: options.SpeculativeNumDraftTokens = None,
     speculative_dflash_block_size: options.SpeculativeDflashBlockSize = None,
     draft_sampling: options.DraftSampling = None,
+    verify_length: options.VerifyLength = None,
+    confidence_threshold: options.ConfidenceThreshold = None,
     backend: options.Backend = 'pytorch',
     trust_remote_code: options.TrustRemoteCode = False,
     adapters: options.Adapters = None,
@@ -77,7 +79,9 @@ def chat(
             speculative_draft_model,
             speculative_num_draft_tokens,
             speculative_dflash_block_size,
-            draft_sampling,
+            draft_sampling=draft_sampling,
+            verify_length=verify_length,
+            confidence_threshold=confidence_threshold,
         ),
     )
     with model_pipeline:

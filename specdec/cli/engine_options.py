@@ -88,6 +88,20 @@ DraftSampling = Annotated[
         rich_help_panel=SPECULATION,
     ),
 ]
+VerifyLength = Annotated[
+    str | None,
+    typer.Option(
+        help="Drafts verified per step: 'fixed' (the default: all), 'threshold', or 'adaptive' (as many as pay).",
+        rich_help_panel=SPECULATION,
+    ),
+]
+ConfidenceThreshold = Annotated[
+    float | None,
+    typer.Option(
+        help='With --verify-length threshold: a block is cut before the first draft whose confidence is below this.',
+        rich_help_panel=SPECULATION,
+    ),
+]
 
 
 def refuse_other_backends(backend: str) -> None:
@@ -115,17 +129,17 @@ def speculative_config(
     draft_model: str | None,
     num_draft_tokens: int | None,
     dflash_block_size: int | None,
-    draft_sampling: str | None = None,
+    **ours: str | float | None,
 ) -> SpeculativeConfig | None:
-    """ConfigError for a draft without an algorithm. `draft_sampling` None is the config's default."""
+    """ConfigError for a draft without an algorithm. `ours`: fields named like their flags, None for the default."""
     if algorithm is not None:
-        drawn = {} if draft_sampling is None else {'draft_sampling': draft_sampling}
-        return SpeculativeConfig(algorithm, draft_model or '', num_draft_tokens, dflash_block_size, **drawn)
+        given = {name: value for name, value in ours.items() if value is not None}
+        return SpeculativeConfig(algorithm, draft_model or '', num_draft_tokens, dflash_block_size, **given)
     flags = {
         'speculative_draft_model': draft_model,
         'speculative_num_draft_tokens': num_draft_tokens,
         'speculative_dflash_block_size': dflash_block_size,
-        'draft_sampling': draft_sampling,
+        **ours,
     }
     for name, value in flags.items():
         if value is not None:

@@ -191,7 +191,7 @@ def describe_deepseek_v4(config: DeepseekV4Config) -> Rows:
         draft = config.draft
         heads = (
             f'DSpark, {draft.num_stages} stages, {draft.block_rows} proposals, taps {_numbers(draft.taps)}, '
-            f'Markov rank {draft.markov_rank}, {"with" if draft.confidence else "without"} confidence head'
+            f'Markov rank {draft.markov_rank}, {"with" if draft.has_confidence else "without"} confidence head'
         )
     return [
         ('kind', f'target, {config.architecture}'),

@@ -19,6 +19,7 @@ COMMANDS = {
     'chat': ('chat', 'Talk to a model in the terminal.'),
     'demo': ('demo', 'Watch the packaged demo model decode plainly, with DFlash and with DSpark, and compare them.'),
     'inspect': ('inspect', 'Show what specdec understands of a checkpoint, without loading its weights.'),
+    'calibrate': ('calibrate', "Fit a draft's confidence on prompts, for verify lengths that adapt."),
     'check_env': ('check_env', 'Print what a bug report should say about this machine.'),
 }
 

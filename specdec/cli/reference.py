@@ -47,6 +47,7 @@ def metric_table() -> str:
     rows += [(f'{name}_total', 'counter', text) for name, text in metrics.COUNTERS.items()]
     first, second = metrics.POSITIONS.items()
     rows += [(f'{first[0]}_total{{position}}', 'counter', first[1]), (f'{second[0]}{{position}}', 'gauge', second[1])]
+    rows.append((f'{metrics.LENGTHS[0]}_total{{length}}', 'counter', metrics.LENGTHS[1]))
     rows.append((f'{metrics.FINISHED}_total{{finished_reason}}', 'counter', 'Requests that ended, by the reason.'))
     rows += [(name, 'histogram', text) for name, text in metrics.HISTOGRAMS.items()]
     rows.append((metrics.INFO, 'info', 'Settings of the engine, as labels.'))

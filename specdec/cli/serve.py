@@ -232,6 +232,8 @@ def api_server(
     speculative_num_draft_tokens: options.SpeculativeNumDraftTokens = None,
     speculative_dflash_block_size: options.SpeculativeDflashBlockSize = None,
     draft_sampling: options.DraftSampling = None,
+    verify_length: options.VerifyLength = None,
+    confidence_threshold: options.ConfidenceThreshold = None,
     backend: options.Backend = 'pytorch',
     trust_remote_code: options.TrustRemoteCode = False,
     adapters: options.Adapters = None,
@@ -276,7 +278,9 @@ def api_server(
         speculative_draft_model,
         speculative_num_draft_tokens,
         speculative_dflash_block_size,
-        draft_sampling,
+        draft_sampling=draft_sampling,
+        verify_length=verify_length,
+        confidence_threshold=confidence_threshold,
     )
     if ssl and not (ssl_keyfile and ssl_certfile):
         raise ConfigError('ssl', True, 'needs SSL_KEYFILE and SSL_CERTFILE in the environment')

@@ -17,6 +17,7 @@ from specdec.agent.caches import Caches, MemoryPlan, plan_memory
 from specdec.agent.graph_runner import GraphRunner
 from specdec.agent.model_agent import ModelAgent
 from specdec.agent.state import SlotState
+from specdec.agent.step_cost import measure_costs
 from specdec.agent.step_model import StepModel
 from specdec.engine.engine import Engine
 from specdec.engine.grammar import GrammarGuides
@@ -42,10 +43,12 @@ from specdec.models.target import TargetModel
 from specdec.models.tensor_table import ignored_draft, ignored_target
 from specdec.models.weights import WeightLoader
 from specdec.scheduler.scheduler import Scheduler, SchedulerConfig
+from specdec.spec_decode.draft_budget import AdaptiveBudget
 from specdec.spec_decode.proposers import PROPOSERS
 from specdec.spec_decode.proposers.base import Proposer
 from specdec.spec_decode.proposers.bundled import BundledProposer
 from specdec.spec_decode.proposers.null import NullProposer
+from specdec.spec_decode.verify_length import ADMITTED, EVERY_DRAFT, LengthRule, threshold_rule
 
 logger = logging.getLogger('specdec')
 
@@ -80,6 +83,8 @@ class Sources:
     num_drafts: int
     eos_ids: tuple[int, ...] = ()
     draft_sampling: str = 'greedy'
+    verify_length: str = 'fixed'
+    confidence_threshold: float | None = None
 
     @property
     def block_rows(self) -> int:
@@ -123,18 +128,16 @@ def assemble(
     """Caches, slots, scheduler and agent around loaded models."""
     defaults, num_drafts = DEFAULTS[device.type], proposer.num_drafts
     max_batch_size = config.max_batch_size or defaults.max_batch_size
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_batch_size=max_batch_size,
-            max_prefill_tokens=config.max_prefill_token_num or defaults.max_prefill_tokens,
-            session_len=session_len,
-            num_drafts=num_drafts,
-            num_pages=memory.num_pages,
-            page_size=memory.page_size,
-            prefix_caching=config.enable_prefix_caching and prefixes_are_of_use(target, proposer, memory),
-            num_states=memory.num_states,
-            overlap=defaults.overlap,
-        )
+    settings = SchedulerConfig(
+        max_batch_size=max_batch_size,
+        max_prefill_tokens=config.max_prefill_token_num or defaults.max_prefill_tokens,
+        session_len=session_len,
+        num_drafts=num_drafts,
+        num_pages=memory.num_pages,
+        page_size=memory.page_size,
+        prefix_caching=config.enable_prefix_caching and prefixes_are_of_use(target, proposer, memory),
+        num_states=memory.num_states,
+        overlap=defaults.overlap,
     )
     table_width = -(-(session_len + 2 * (num_drafts + 1)) // memory.page_size)
     state = SlotState(
@@ -145,6 +148,7 @@ def assemble(
         device,
         padded=device.type == 'cuda',
         probabilistic=sources.draft_sampling == 'probabilistic',
+        lengths=pick_length_rule(sources),
     )
     room = CacheRoom(memory.num_pages, memory.page_size, max_batch_size + 1, memory.num_states)
     caches = Caches.allocate(target.cache_spec(), proposer.cache_spec(), room, device)
@@ -159,6 +163,7 @@ def assemble(
         device=device.type,
         dtype=str(target.cache_spec().dtype).removeprefix('torch.'),
         draft_sampling=sources.draft_sampling,
+        verify_length=sources.verify_length,
     )
     processed_logprobs = config.logprobs_mode == 'processed_logprobs'
     model = StepModel(target, proposer, caches, state, memory.page_size, processed_logprobs)
@@ -167,7 +172,20 @@ def assemble(
         graphs = GraphRunner(model, max_batch_size, config.cudagraph_capture_batch_sizes)
         graphs.capture(progress and (lambda done, total: progress('graphs', done, total)))
     guides = GrammarGuides(target.vocab_size)
-    return Engine(info, memory, scheduler, ModelAgent(model, guides.make, graphs), guides)
+    cost = lengths = None
+    if model.reports_survival:
+        cost = measure_costs(model, graphs, max_batch_size)
+        lengths = AdaptiveBudget(cost, num_drafts, delay=1 - defaults.overlap)
+    agent = ModelAgent(model, guides.make, graphs, cost)
+    return Engine(info, memory, Scheduler(settings, lengths), agent, guides)
+
+
+def pick_length_rule(sources: Sources) -> LengthRule:
+    """How the device chooses verify lengths."""
+    if sources.verify_length == 'threshold':
+        assert sources.confidence_threshold is not None, 'checked with the config'
+        return threshold_rule(sources.confidence_threshold)
+    return ADMITTED if sources.verify_length == 'adaptive' else EVERY_DRAFT
 
 
 # ------------------------------------------------------------------------------------------------------ sources
@@ -193,8 +211,21 @@ def read_sources(model_path: str, config: PytorchEngineConfig, speculative: Spec
     if draft.kind != speculative.method:
         raise ConfigError('method', speculative.method, f"{draft_folder} is a {draft.kind} draft; use '{draft.kind}'")
     num_drafts = settle_num_drafts(speculative, draft)
-    drawn = speculative.draft_sampling
-    return Sources(model_path, target_folder, target, draft_folder, draft, num_drafts, eos_ids, drawn)
+    if speculative.verify_length == 'threshold' and not draft.has_confidence:
+        remedy = "this draft has no confidence head; use 'fixed' or 'adaptive'"
+        raise ConfigError('verify_length', speculative.verify_length, remedy)
+    return Sources(
+        model_path,
+        target_folder,
+        target,
+        draft_folder,
+        draft,
+        num_drafts,
+        eos_ids,
+        speculative.draft_sampling,
+        speculative.verify_length,
+        speculative.confidence_threshold,
+    )
 
 
 def read_external_draft(folder: Path, target: TargetConfig) -> DraftConfig:

@@ -4,8 +4,10 @@ Requests and outputs are messages; which thread or process calls `step` is the c
 scheduler/scheduler.py, then agent/model_agent.py.
 """
 
+import json
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 from specdec.agent.caches import MemoryPlan
 from specdec.agent.model_agent import Launched, ModelAgent
@@ -13,6 +15,14 @@ from specdec.engine.grammar import GrammarGuides
 from specdec.errors import RequestError
 from specdec.messages import EngineInfo, EngineRequest, EngineStats, GrammarVocabulary, RequestOutput
 from specdec.scheduler.scheduler import Scheduler
+
+
+def salted(seed: int, request_id: int) -> int:
+    """A seed of the request's own: both numbers mixed by SplitMix64's finaliser."""
+    mixed = (seed + 0x9E3779B97F4A7C15 * (request_id + 1)) % 2**64
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+    return mixed ^ mixed >> 31
 
 
 class Engine:
@@ -51,6 +61,9 @@ class Engine:
                 raise RequestError(field, wrong, f'token ids of this model lie in [0, {self.info.vocab_size})')
         if params.grammar is not None:
             self.guides.prepare(params.grammar)
+        if self.info.verify_length == 'adaptive' and params.draft_sampling == 'probabilistic':
+            # whether a draft is verified then depends on the whole batch, so no two requests may share noise
+            request = replace(request, params=replace(params, seed=salted(params.seed, request.request_id)))
         self.scheduler.add(request)
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
@@ -81,7 +94,8 @@ class Engine:
         return outputs
 
     def stats(self) -> EngineStats:
-        return self.scheduler.current_stats()
+        stats, cost = self.scheduler.current_stats(), self.agent.cost
+        return stats if cost is None else replace(stats, step_cost=json.dumps(cost.describe()))
 
     def close(self) -> None:
         """Nothing outlives the engine: its memory goes with it."""

@@ -40,6 +40,7 @@ class ServingStatistics:
         self.emitted = self.prefill_firsts = self.decode_steps = 0
         self.drafting_steps = self.drafted = self.accepted = 0
         self.accepted_per_position = [0] * num_drafts
+        self.steps_per_length = [0] * (num_drafts + 1)
         self.finished: dict[FinishReason, int] = dict.fromkeys(('stop', 'length', 'abort', 'error'), 0)
         self.time_to_first_token = Histogram(SECONDS)
         self.inter_token_latency = Histogram(SECONDS)
@@ -103,6 +104,7 @@ class RequestClock:
         statistics.accepted += num_accepted
         if self._drafts:
             statistics.drafting_steps += 1
+            statistics.steps_per_length[drafted] += 1
             positions = statistics.accepted_per_position
             for position in range(min(num_accepted, len(positions))):
                 positions[position] += 1

@@ -7,6 +7,7 @@ many kinds of draft configs mean; weights.py, where tensors go.
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ Progress = Callable[[int, int], None]
 Header = dict[str, TensorInfo]
 
 SINGLE = 'model.safetensors'
+CALIBRATION = 'specdec.json'
 INDEX = 'model.safetensors.index.json'
 TARGET_ARCHITECTURES = ('Qwen3ForCausalLM', 'Qwen3MoeForCausalLM', ARCHITECTURE)
 # Pages of a mapped file count as this process's memory until the mapping closes, so it is closed this often.
@@ -87,7 +89,24 @@ def read_draft(folder: Path, target: TargetConfig | None = None) -> DraftConfig:
     if target is not None:
         check_fit(config, target, str(folder))
     account(found, draft_tensor_shapes(config), ignored_draft(config)).check(str(folder))
-    return config
+    return replace(config, confidence_temperatures=read_confidence_temperatures(folder, config))
+
+
+def read_confidence_temperatures(folder: Path, config: DraftConfig) -> tuple[float, ...] | None:
+    """From the draft's specdec.json, which `specdec calibrate` writes; None without one."""
+    path = folder / CALIBRATION
+    if not os.path.exists(path):
+        return None
+    reader = read_json(path)
+    unknown = sorted(reader.values.keys() - {'confidence_temperatures'})
+    if unknown:
+        raise reader.error(unknown[0], 'only confidence_temperatures is read from here; remove it')
+    temperatures = reader.numbers('confidence_temperatures')
+    if not config.has_confidence:
+        raise reader.error('confidence_temperatures', 'the draft has no confidence head; remove the file')
+    if len(temperatures) != config.num_proposals:
+        raise reader.error('confidence_temperatures', f'expected {config.num_proposals}, one per proposal')
+    return temperatures
 
 
 def parse_draft(folder: Path) -> tuple[DraftConfig, dict[str, TensorInfo]]:

@@ -67,6 +67,16 @@ class ConfigReader:
         )
         return tuple(value) if isinstance(value, list) else value
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of finite numbers above 0, as a tuple."""
+        value = self._read(
+            key,
+            REQUIRED,
+            lambda v: isinstance(v, list) and all(_is_number(n) and 0 < n < float('inf') for n in v),
+            'expected a list of numbers > 0',
+        )
+        return tuple(map(float, value))
+
     def texts(self, key: str, default: Any = REQUIRED) -> Any:
         value = self._read(
             key,

@@ -122,6 +122,7 @@ class DraftConfig:
     `anchor_predicts`: row k predicts position anchor + k + 1 (g = b); else row k predicts its own position and row 0
     predicts nothing (g = b - 1). `default_tokens`: K where the user does not say. `confidence`: None, or whether the
     confidence head also reads the Markov embedding. `own_embedding`, `own_head`: the file may hold copies.
+    `confidence_temperatures`: g of them, from a calibration (specdec.json), None for 1 everywhere.
     `input_scale`, `output_multiplier`, `softcap`: applied to block embeddings, to logits, and to logits after that.
     """
 
@@ -146,6 +147,11 @@ class DraftConfig:
     input_scale: float = 1.0
     output_multiplier: float = 1.0
     softcap: float | None = None
+    confidence_temperatures: tuple[float, ...] | None = None
+
+    @property
+    def has_confidence(self) -> bool:
+        return self.confidence_with_markov is not None
 
     @property
     def num_proposals(self) -> int:

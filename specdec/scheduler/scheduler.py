@@ -13,7 +13,9 @@ from specdec.messages import EngineRequest, EngineStats, ErrorInfo, RequestOutpu
 from specdec.plan import (
     NO_STAGE,
     Admit,
+    Candidate,
     Chunk,
+    LengthChoice,
     PageUpdate,
     Save,
     SlotResult,
@@ -22,6 +24,7 @@ from specdec.plan import (
     StepResult,
     stages_of,
 )
+from specdec.scheduler.lengths import EveryDraft, LengthPolicy
 from specdec.scheduler.pages import PagePool
 from specdec.scheduler.sequence import Sequence
 
@@ -54,8 +57,10 @@ class SchedulerStats:
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, lengths: LengthPolicy | None = None) -> None:
         self.config = config
+        self.lengths = lengths or EveryDraft()
+        self.choice = LengthChoice(None, False)  # of the latest step
         self.pages = PagePool(config.num_pages, config.page_size, config.prefix_caching, config.num_states)
         self.stats = SchedulerStats()
         self.waiting: deque[Sequence] = deque()
@@ -120,6 +125,8 @@ class Scheduler:
             num_pages_held=self.pages.num_held,
             num_steps=self._step,
             num_preemptions=self.stats.preemptions,
+            draft_budget=self.choice.budget,
+            drafting=self.choice.drafting,
         )
 
     def check(self) -> None:
@@ -251,8 +258,11 @@ class Scheduler:
                 saves.append(Save(sequence.slot, stop, self.pages.states.take(sequence.key_id)))
             if not sequence.prefilling:
                 self._release_followers(sequence)
+        choice = self._choose_lengths(draft, [c[0] for c in final])
         for sequence in draft.decodes:
             sequence.steps_in_flight += 1
+        for sequence in sampling:
+            sequence.has_drafts = choice.drafting and sequence.max_drafts > 0
         self._step += 1
         self._in_flight.append(_Launched(self._step, sampling, len(final)))
         everyone = [c[0] for c in unfinished] + sampling
@@ -266,15 +276,34 @@ class Scheduler:
             page_updates=tuple(draft.page_updates),
             chunks=chunks,
             decodes=tuple(s.slot for s in draft.decodes),
-            row_bound=sum(1 + s.max_drafts for s in draft.decodes),
+            row_bound=self._row_bound(draft, choice),
             table_width=max(len(s.pages) for s in everyone),
-            num_drafting=sum(s.max_drafts > 0 for s in sampling),
+            num_drafting=sum(s.has_drafts for s in sampling),
             stages=stages,
             top_k=_top_k_bound(sampling) if Stage.FILTERS in stages else 0,
             grammars=tuple(s.slot for s in sampling if s.request.params.grammar) if Stage.MASKS in stages else (),
             logprobs=max((p.logprobs for p in params if p.logprobs is not None), default=None),
             saves=tuple(saves),
+            draft_budget=choice.budget,
         )
+
+    def _choose_lengths(self, draft: '_Draft', joining: list[Sequence]) -> LengthChoice:
+        """How many drafted rows this step has and whether it drafts; before `steps_in_flight` counts it."""
+        decodes = [Candidate(self._available(s), s.max_drafts) for s in draft.decodes]
+        newcomers = [Candidate(0, s.max_drafts) for s in joining]
+        other_rows = sum(stop - start for _, start, stop in draft.chunks)
+        self.choice = self.lengths.choose(decodes, newcomers, other_rows)
+        return self.choice
+
+    def _available(self, sequence: Sequence) -> int:
+        """A bound on its drafts in the next step: the device knows how far the steps in flight will have come."""
+        room = sequence.end - 2 - sequence.length - sequence.steps_in_flight
+        return max(min(sequence.max_drafts, room), 0) if sequence.has_drafts else 0
+
+    def _row_bound(self, draft: '_Draft', choice: LengthChoice) -> int:
+        if choice.budget is None:
+            return sum(1 + s.max_drafts for s in draft.decodes)
+        return len(draft.decodes) + choice.budget
 
     # ------------------------------------------------------------------------------------------------- a result
     def commit(self, result: StepResult) -> list[RequestOutput]:
@@ -295,6 +324,7 @@ class Scheduler:
     def _commit_one(self, sequence: Sequence, result: SlotResult, decode: bool) -> RequestOutput:
         sequence.steps_in_flight -= decode
         sequence.tokens += result.token_ids
+        self._learn(sequence, result)
         if sequence.slot:
             sequence.length = len(sequence.tokens) - 1  # the last one is the anchor
             self._publish(sequence)
@@ -311,6 +341,14 @@ class Scheduler:
             logprobs=_wanted(result, sequence.request.params.logprobs),
             error=_stuck(sequence.request.params) if result.finish == 'error' else None,
         )
+
+    def _learn(self, sequence: Sequence, result: SlotResult) -> None:
+        """What became of its block, unless a stop or a limit cut it short, and the survivals of the next one."""
+        if result.drafted and sequence.survival is not None and result.finish is None:
+            self.lengths.observe(sequence.survival, result.drafted, len(result.token_ids) - 1)
+        if result.survival is not None:
+            sequence.survival = result.survival
+            self.lengths.report(result.survival)
 
     def _publish(self, sequence: Sequence) -> None:
         """Full pages of committed tokens become findable; the anchor is not committed, so its page waits."""
@@ -351,6 +389,8 @@ class Scheduler:
             self._paused.append(sequence)
             return
         sequence.launched = sequence.length = sequence.steps_in_flight = sequence.published = 0
+        sequence.has_drafts = False
+        sequence.survival = None
         sequence.prefill_end = len(sequence.tokens)
         self._insert(self.waiting, sequence)
 

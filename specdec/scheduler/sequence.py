@@ -13,7 +13,8 @@ class Sequence:
 
     `launched`: prompt tokens whose rows were launched. `length`: committed tokens, as last read while decoding.
     `branch`: where its prompt's first pages were cached without the state that goes with them; a chunk ends there.
-    `steps_in_flight`: decode steps launched and not read yet. `published` pages are findable by others; `key_id` names
+    `steps_in_flight`: decode steps launched and not read yet. `has_drafts`: the last launched step drafts for it;
+    `survival`: of the latest block that was read. `published` pages are findable by others; `key_id` names
     the prefix that they spell. Slot 0: it waits and holds nothing.
     """
 
@@ -29,6 +30,8 @@ class Sequence:
     branch: int = 0
     length: int = 0
     steps_in_flight: int = 0
+    has_drafts: bool = False
+    survival: tuple[float, ...] | None = None
     published: int = 0
     key_id: int = ROOT
     cached_tokens: int | None = None

@@ -34,6 +34,8 @@ GAUGES = {
     'prefix_cache_hit_rate': 'Prompt tokens found in the prefix cache, of all prompt tokens, 0 to 1.',
     'engine_up': '1 while the engine is alive.',
     'spec_decode_mean_accept_rate': 'Accepted of all drafted tokens, since the start.',
+    'spec_decode_draft_budget': 'Drafted rows that the latest step could verify; absent where lengths do not adapt.',
+    'spec_decode_drafting': '1 if the latest step drafted blocks, 0 if that did not pay.',
     'spec_decode_mean_accept_length': 'Tokens per decode step that may have drafts, its own token included.',
 }
 COUNTERS = {
@@ -49,6 +51,7 @@ COUNTERS = {
     'engine_steps': 'Steps of the engine.',
     'num_preemptions': 'Requests that had to give back their pages and start again.',
 }
+LENGTHS = 'spec_decode_num_steps_per_length', 'Decode steps that may have drafts, by how many of them were verified.'
 POSITIONS = {
     'spec_decode_num_accepted_tokens_per_pos': 'Decode steps in which at least so many drafted tokens were accepted.',
     'spec_decode_per_position_accept_rate': 'The same, of all steps that may have drafts.',
@@ -95,6 +98,7 @@ class _Collector(Collector):
         yield from self._scalars(GaugeMetricFamily, GAUGES, self._gauges())
         yield from self._scalars(CounterMetricFamily, COUNTERS, self._counters())
         yield from self._by_position()
+        yield self._by_length()
         yield self._finished()
         yield from self._histograms()
         info = InfoMetricFamily(PREFIX + INFO.removesuffix('_info'), 'Settings of the engine.', labels=LABELS)
@@ -118,7 +122,10 @@ class _Collector(Collector):
                 'num_requests_running': engine.num_running,
                 'num_requests_waiting': engine.num_waiting,
                 'gpu_cache_usage_perc': _share(engine.num_pages_held, engine.num_pages),
+                'spec_decode_drafting': float(engine.drafting),
             }
+            if engine.draft_budget is not None:
+                values['spec_decode_draft_budget'] = engine.draft_budget
         return values
 
     def _counters(self) -> dict[str, float]:
@@ -155,6 +162,13 @@ class _Collector(Collector):
                 value = count if family is CounterMetricFamily else _share(count, counted.drafting_steps)
                 metric.add_metric((*self._labels, str(position)), value)
             yield metric
+
+    def _by_length(self) -> Metric:
+        name, text = LENGTHS
+        metric = CounterMetricFamily(PREFIX + name, text, labels=(*LABELS, 'length'))
+        for length, count in enumerate(self._snapshot.statistics.steps_per_length):
+            metric.add_metric((*self._labels, str(length)), count)
+        return metric
 
     def _finished(self) -> Metric:
         text = 'Requests that ended, by the reason.'

@@ -334,6 +334,15 @@ async def metrics(request: Request) -> HttpResponse:
     return HttpResponse(exposition(snapshot), media_type='text/plain; version=0.0.4')
 
 
+@router.get('/step_cost', tags=['information'])
+async def step_cost(request: Request) -> HttpResponse:
+    """What the phases of a decode step cost, in milliseconds by batch size and rows: what verify lengths adapt to."""
+    stats = await _service(request).stats()
+    if stats is None or not stats.step_cost:
+        raise ApiError(404, 'costs are kept with --verify-length adaptive only, while the engine runs', 'not_found')
+    return HttpResponse(stats.step_cost, media_type='application/json')
+
+
 @router.post('/v1/encode', openapi_extra=body_of(EncodeRequest), tags=['information'])
 async def encode(request: Request) -> HttpResponse:
     """Text to token ids."""

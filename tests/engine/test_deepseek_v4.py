@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.build import build_engine, cache_specs, load_models, read_sources, settle_page_size
+from specdec.engine.engine import Engine
 from specdec.errors import ConfigError
 from specdec.messages import PytorchEngineConfig, SpeculativeConfig
 from specdec.models.checkpoint import read_target
@@ -17,6 +18,7 @@ from tests.helpers import deepseek_v4 as v4
 from tests.helpers.emulated_gpu import as_on_a_gpu, interpreted_kernels
 from tests.helpers.engines import Models, Outcome, Settings, World, generate, make_engine, prompt_ids, request
 from tests.helpers.exactness import Ledger
+from tests.helpers.lengths import Jumping, with_lengths
 from tests.helpers.proposers import KnowingProposer, cycling
 
 CPU = torch.device('cpu')
@@ -50,8 +52,17 @@ def check(
 ) -> list[Outcome]:
     """Prompts of these lengths together; every text equals plain decoding's."""
     engine = make_engine(models, settings)
-    if on_a_gpu:
-        engine = as_on_a_gpu(engine)
+    return run_and_compare(models, ledger, as_on_a_gpu(engine) if on_a_gpu else engine, lengths, arrivals, **params)
+
+
+def run_and_compare(
+    models: Models,
+    ledger: Ledger,
+    engine: Engine,
+    lengths: Sequence[int],
+    arrivals: Sequence[int] | None = None,
+    **params: Any,
+) -> list[Outcome]:
     prompts = [prompt_ids(n, 5) for n in lengths]
     found = generate(engine, [request(p, NEW_TOKENS, **params) for p in prompts], arrivals)
     plain = {k: v for k, v in params.items() if k != 'draft_sampling'}
@@ -111,6 +122,14 @@ def test_kernels_of_a_gpu_in_the_whole_step(models: Models, ledger: Ledger):
         found = generate(as_on_a_gpu(make_engine(models, SETTINGS)), [request(p, 6) for p in prompts])
     for expected, outcome in zip(plain, found):
         ledger.same(models, expected, outcome)
+
+
+@pytest.mark.parametrize('on_a_gpu', [False, True])
+def test_verify_lengths_that_jump(models: Models, ledger: Ledger, on_a_gpu: bool):
+    engine = make_engine(with_lengths(models, 'adaptive'), SETTINGS)
+    engine.scheduler.lengths = Jumping(4)
+    found = run_and_compare(models, ledger, as_on_a_gpu(engine) if on_a_gpu else engine, PROMPTS, [0, 1, 2])
+    assert len({drafted for outcome in found for drafted, _ in outcome.steps}) > 2
 
 
 @pytest.mark.parametrize('overlap', [0, 1])

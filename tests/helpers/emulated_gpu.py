@@ -32,7 +32,7 @@ class EmulatedGraphs(GraphRunner):
         batch = bucket_for(len(plan.decodes), self.buckets)
         assert batch is not None
         padding = batch - len(plan.decodes)
-        rows = bucket_for(plan.row_bound + padding, sorted(batch * n for n in self._rows_per_request()))
+        rows = bucket_for(plan.row_bound + padding, self.rows_for(batch))
         slots = torch.tensor([*plan.decodes, *[0] * padding])
         prepared = decode_batch(self.model.state, slots, self.table_width, rows, self.model.page_size, self.stages[-1])
         self.replays += 1

@@ -24,6 +24,7 @@ class KnowingProposer:
     """
 
     taps = (-1,)  # the embedding tells which token a row was
+    has_confidence = False
 
     def __init__(
         self, target: TargetModel, num_drafts: int, texts: Sequence[Sequence[int]], right: Right, strict: bool = True
@@ -77,6 +78,7 @@ class RandomProposer:
     """Reads nothing and proposes ids that depend on position alone."""
 
     taps: tuple[int, ...] = ()
+    has_confidence = False
 
     def __init__(self, vocabulary: int, num_drafts: int, seed: int = 0) -> None:
         self.num_drafts = num_drafts

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from benchmark.profile_restful_api import main, percentile, read_prompts
+from specdec.errors import ConfigError
 
 
 def test_a_round_against_the_demo(demo_server, tmp_path, capsys):
@@ -46,5 +47,5 @@ def test_text_files_have_a_prompt_a_line(tmp_path):
     (tmp_path / 'prompts.txt').write_text('one\n\ntwo\n')
     assert [conversation[0]['content'] for conversation in read_prompts(tmp_path / 'prompts.txt')] == ['one', 'two']
     assert len(read_prompts(None)) > 3
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ConfigError, match='not readable'):
         read_prompts(tmp_path / 'none.txt')

@@ -39,7 +39,7 @@ class BundledDraft:
     block_rows: int
     noise_id: int
     markov_rank: int
-    confidence: bool
+    has_confidence: bool
 
     @property
     def num_proposals(self) -> int:
@@ -245,5 +245,5 @@ def _draft(reader: ConfigReader, names: Mapping[str, TensorInfo], layers: int, v
         block_rows=reader.integer('dspark_block_size'),
         noise_id=noise,
         markov_rank=reader.integer('dspark_markov_rank'),
-        confidence=f'{last}.confidence_head.proj.weight' in names,
+        has_confidence=f'{last}.confidence_head.proj.weight' in names,
     )

@@ -46,7 +46,9 @@ class BundledDspark:
         self.norm = WideNorm(size, config.rms_norm_eps, device)
         w1, w2 = (torch.empty(config.vocab_size, rank, dtype=dtype, device=device) for _ in range(2))
         self.markov = MarkovWeights(w1, w2, 'vanilla')
-        self.confidence = torch.empty(1, size + rank, dtype=torch.float32, device=device) if draft.confidence else None
+        self.confidence = (
+            torch.empty(1, size + rank, dtype=torch.float32, device=device) if draft.has_confidence else None
+        )
         self.rotary = PairRotary(config.rope, config.rope_dim, device)
 
     def cache_spec(self) -> DraftRingSpec:

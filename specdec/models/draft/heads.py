@@ -65,6 +65,13 @@ class ConfidenceHead:
         self.with_markov = with_markov
         self.weight = torch.empty(1, config.decoder.hidden_size + rank, dtype=torch.float32, device=device)
         self.bias = torch.empty(1, dtype=torch.float32, device=device)
+        temperatures = config.confidence_temperatures or (1.0,) * config.num_proposals
+        self.temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device)
+
+    def survival(self, hidden: Tensor, embeddings: Tensor | None) -> Tensor:
+        """The chance that drafts 1..k are all accepted [B, K] fp32, each confidence at its calibrated temperature."""
+        logits = self.logits(hidden, embeddings)
+        return (logits / self.temperatures[: logits.shape[1]]).sigmoid().cumprod(-1)
 
     def logits(self, hidden: Tensor, embeddings: Tensor | None) -> Tensor:
         """hidden [B, K, H], Markov embeddings of the tokens before [B, K, r] or None -> [B, K] fp32."""

@@ -52,10 +52,14 @@ class Proposal:
 
 
 class Proposer(Protocol):
-    """`taps`: target layers whose output it reads, 0-based, -1 the embedding. `num_drafts`: K, tokens per proposal."""
+    """`taps`: target layers whose output it reads, 0-based, -1 the embedding. `num_drafts`: K, tokens per proposal.
+
+    `has_confidence`: its proposals tell their survival.
+    """
 
     taps: tuple[int, ...]
     num_drafts: int
+    has_confidence: bool
 
     def cache_spec(self) -> CacheSpec | None: ...
 

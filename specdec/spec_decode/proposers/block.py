@@ -14,6 +14,7 @@ class BlockProposer:
     def __init__(self, draft: BlockDraft, num_drafts: int) -> None:
         self.draft, self.num_drafts = draft, num_drafts
         self.taps = draft.config.taps
+        self.has_confidence = draft.confidence is not None
         self.first_row = 0 if draft.config.anchor_predicts else 1
 
     def cache_spec(self) -> PagedSpec | None:

@@ -14,7 +14,7 @@ class BundledProposer:
     def __init__(self, draft: BundledDspark, num_drafts: int) -> None:
         self.draft, self.num_drafts = draft, num_drafts
         self.taps = draft.draft.taps
-        self.has_confidence = draft.confidence is not None
+        self.has_confidence = draft.draft.has_confidence
 
     def cache_spec(self) -> CacheSpec | None:
         return self.draft.cache_spec()

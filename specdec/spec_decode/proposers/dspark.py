@@ -25,4 +25,4 @@ class DSparkProposer(BlockProposer):
     def _survival(self, rows: Tensor, embeddings: Tensor | None) -> Tensor | None:
         """The chance that drafts 1..k are all accepted [P, K]: rows [P, K, H] and the preceding tokens' embeddings."""
         confidence = self.draft.confidence
-        return None if confidence is None else confidence.logits(rows, embeddings).sigmoid().cumprod(-1)
+        return None if confidence is None else confidence.survival(rows, embeddings)

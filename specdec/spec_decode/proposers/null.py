@@ -7,6 +7,7 @@ from specdec.spec_decode.proposers.base import DraftStep, Proposal
 class NullProposer:
     taps: tuple[int, ...] = ()
     num_drafts = 0
+    has_confidence = False
 
     def cache_spec(self) -> CacheSpec | None:
         return None

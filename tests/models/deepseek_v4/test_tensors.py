@@ -209,7 +209,7 @@ def test_flash(tmp_path: Path):
     assert config.num_layers == 43
     assert (config.ratios.count(0), config.ratios.count(4), config.ratios.count(128)) == (2, 21, 20)
     assert config.draft is not None
-    assert (config.draft.num_stages, config.draft.taps, config.draft.confidence) == (3, (40, 41, 42), True)
+    assert (config.draft.num_stages, config.draft.taps, config.draft.has_confidence) == (3, (40, 41, 42), True)
 
 
 def test_flash_has_as_many_tensors_as_were_published(tmp_path: Path):
