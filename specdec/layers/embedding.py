@@ -32,6 +32,16 @@ class VocabEmbedding:
         return {f'{name}.weight': Destination(self.weight, shape, 0, self.start)}
 
 
+class Table:
+    """ids [...] -> rows [..., H] of a whole table [V, H] that somebody else owns."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
 class Head:
     """hidden [..., H] -> logits [..., V] fp32. A tied head is given the embedding's weight."""
 

@@ -65,6 +65,15 @@ class TargetConfig(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class TargetSizes:
+    """What a draft must know of its target, whoever runs it."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
 class Qwen3Config:
     """A Qwen3 target, dense or with experts. `windows[l]` is layer l's sliding window, None = full attention."""
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from specdec.errors import CheckpointError
 from specdec.models.config_reader import REQUIRED, ConfigReader, pick, read_decoder, read_dtype, refuse_quantised
-from specdec.models.configs import DecoderConfig, DraftConfig, LayerRule, MarkovConfig, TargetConfig
+from specdec.models.configs import DecoderConfig, DraftConfig, LayerRule, MarkovConfig, TargetConfig, TargetSizes
 from specdec.models.tensor_table import FLOATS, TensorInfo
 
 Shapes = Mapping[str, TensorInfo]
@@ -233,7 +233,7 @@ def _detect_by_architecture(top: ConfigReader, method: ConfigReader) -> Dialect:
     return ZLAB
 
 
-def check_fit(config: DraftConfig, target: TargetConfig, where: str) -> None:
+def check_fit(config: DraftConfig, target: TargetConfig | TargetSizes, where: str) -> None:
     """Raise CheckpointError unless the draft was made for a target of these sizes."""
     layers = target.num_layers
     sizes = [

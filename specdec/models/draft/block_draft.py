@@ -12,7 +12,7 @@ from specdec.kernels.kv_cache import kv_write
 from specdec.kernels.linear import linear
 from specdec.kernels.rotary import rotary_rows
 from specdec.layers.cache_specs import PagedCache, PagedSpec
-from specdec.layers.embedding import Head, VocabEmbedding
+from specdec.layers.embedding import Head, Table, VocabEmbedding
 from specdec.layers.norm import RmsNorm
 from specdec.layers.parallel import ParallelGroup
 from specdec.layers.rotary import rotary_table
@@ -32,7 +32,7 @@ class BlockDraft:
     def __init__(
         self,
         config: DraftConfig,
-        embedding: VocabEmbedding,
+        embedding: VocabEmbedding | Table,
         head: Head,
         positions: int,
         group: ParallelGroup,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.layers.embedding import Head, VocabEmbedding
+from specdec.layers.embedding import Head, Table, VocabEmbedding
 from specdec.layers.weights import Destination
 from specdec.models.weights import Decision
 
@@ -21,7 +21,7 @@ class OwnTable:
     """Embedding rows by target id."""
 
     def __init__(
-        self, shared: VocabEmbedding, vocabulary: int, size: int, dtype: torch.dtype, device: torch.device
+        self, shared: VocabEmbedding | Table, vocabulary: int, size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.shared, self.shape, self.dtype, self.device = shared, (vocabulary, size), dtype, device
         self.own: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Drafting methods by name; engine/build.py alone reads this map."""
+"""Drafting methods by name; read where a host is built: engine/build.py, integrations/lmdeploy/proposer.py."""
 
 from specdec.spec_decode.proposers.dflash import DFlashProposer
 from specdec.spec_decode.proposers.dspark import DSparkProposer
