@@ -114,7 +114,7 @@ def test_padded_overlapped_steps(models: Models, ledger: Ledger, params: dict[st
 
 @pytest.mark.slow
 def test_kernels_of_a_gpu_in_the_whole_step(models: Models, ledger: Ledger):
-    """Those that there are: experts, products, the Markov chain, picks."""
+    """Every operator that has one, this model's own among them; rings and sums of windows are plain PyTorch."""
     pytest.importorskip('triton')
     prompts = [prompt_ids(n, 5) for n in (5, 17)]
     plain = [ledger.plain(models, p, 6) for p in prompts]

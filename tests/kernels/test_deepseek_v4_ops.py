@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.kernels.compressor import compress, write_entries
+from specdec.kernels.compressor import Entries, compress, write_entries
 from specdec.kernels.hyper_connections import MixWeights, collapse, collapse_head, expand
 from specdec.kernels.indexer import choose_entries
 from specdec.kernels.moe import expert_mlps, route_sqrt_softplus
@@ -123,23 +123,22 @@ def test_the_best_entries_are_chosen(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(5)
     queries, weights, pages = torch.randn(7, 3, 4), torch.randn(7, 3), torch.randn(4, 5, 4)
     pages[0] = float('nan')
-    entries = torch.stack([torch.randperm(15)[:11] + 5 for _ in range(7)])
-    visible = torch.arange(11) < torch.tensor([0, 1, 3, 4, 5, 10, 11])[:, None]
-    chosen, real = choose_entries(queries, weights, pages, entries, visible, 4)
+    tables = torch.stack([torch.randperm(15)[:11] + 5 for _ in range(3)])
+    entries = Entries(tables, torch.tensor([0, 0, 1, 2, 1, 1, 2]), torch.tensor([0, 1, 3, 4, 5, 10, 11]))
+    chosen = choose_entries(queries, weights, pages, entries, 4)
     for t in range(7):
+        seen = tables[entries.rows[t], : entries.counts[t]].tolist()
         scores = [
-            (weights[t].double() @ (queries[t].double() @ pages.flatten(0, 1)[e].double()).relu()).item()
-            for e in entries[t][visible[t]].tolist()
+            (weights[t].double() @ (queries[t].double() @ pages.flatten(0, 1)[e].double()).relu()).item() for e in seen
         ]
         best = sorted(range(len(scores)), key=lambda j: -scores[j])[:4]
-        assert set(chosen[t][real[t]].tolist()) == {entries[t, j].item() for j in best}
+        assert chosen.flat[chosen.rows[t], : chosen.counts[t]].tolist() == [seen[j] for j in best]
 
 
 def test_equal_scores_choose_the_earlier_entry():
-    entries = torch.arange(6)[None]
-    visible = torch.ones(1, 6, dtype=torch.bool)
-    chosen, _ = choose_entries(torch.ones(1, 1, 2), torch.ones(1, 1), torch.ones(1, 6, 2), entries, visible, 3)
-    assert chosen.tolist() == [[0, 1, 2]]
+    entries = Entries(torch.arange(6)[None], torch.tensor([0]), torch.tensor([6]))
+    chosen = choose_entries(torch.ones(1, 1, 2), torch.ones(1, 1), torch.ones(1, 6, 2), entries, 3)
+    assert chosen.flat.tolist() == [[0, 1, 2]]
 
 
 # --------------------------------------------------------------------------------------------------- sink attention
@@ -156,7 +155,8 @@ def test_attention_with_sinks(portion: int, monkeypatch: pytest.MonkeyPatch):
         torch.rand(rows, width) < 0.7,
     )
     pages = torch.randn(2, 4, size)
-    compressed = Compressed(pages, torch.randint(0, 8, (rows, extra)), torch.rand(rows, extra) < 0.5)
+    entries = Entries(torch.randint(0, 8, (2, extra)), torch.randint(0, 2, (rows,)), torch.arange(rows) % (extra + 1))
+    compressed = Compressed(pages, entries)
     sinks = torch.randn(heads)
     out = sink_attention(q, fresh, ring, window, compressed, sinks, 0.5)
     for t in range(rows):
@@ -165,7 +165,7 @@ def test_attention_with_sinks(portion: int, monkeypatch: pytest.MonkeyPatch):
             for i in range(width)
             if window.visible[t, i]
         ]
-        keys += [pages.flatten(0, 1)[compressed.entries[t, i]] for i in range(extra) if compressed.visible[t, i]]
+        keys += [pages.flatten(0, 1)[e] for e in entries.flat[entries.rows[t], : entries.counts[t]]]
         for head in range(heads):
             weights = [math.exp(0.5 * (q[t, head].double() @ key.double()).item()) for key in keys]
             total = sum(weights) + math.exp(sinks[head].item())

@@ -5,12 +5,23 @@ series and the window is 2 r rows: series A of the r rows before, series B of th
 Formulas: docs/deepseek_v4.md, section "Compressed entries".
 """
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from specdec.kernels.dispatch import Implementations
 from specdec.kernels.ring import Sources
 
 _implementation = Implementations(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """What each of T rows sees: the first counts[t] of row rows[t] of `flat` [R, E], flat entries of pages."""
+
+    flat: Tensor
+    rows: Tensor
+    counts: Tensor
 
 
 def compress(ring: Tensor, fresh: Tensor, windows: Sources, overlap: bool) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec.kernels.dispatch import Implementations
 
-_implementation = Implementations(__name__)
+_implementation = Implementations(__name__, cuda='triton')
 
 
 @dataclass(frozen=True, slots=True)

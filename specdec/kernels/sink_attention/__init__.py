@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from specdec.kernels.compressor import Entries
 from specdec.kernels.dispatch import Implementations
 from specdec.kernels.ring import Sources
 
-_implementation = Implementations(__name__)
+_implementation = Implementations(__name__, cuda='triton')
 
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """Entries that rows attend to beside their window: `entries` [T, E] are flat entries of pages [P, n, d]."""
+    """Entries of pages [P, n, d] that rows attend to beside their window."""
 
     pages: Tensor
-    entries: Tensor
-    visible: Tensor
+    entries: Entries
 
 
 def sink_attention(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from specdec.kernels.compressor import Entries
 from specdec.kernels.ring import Sources, ring_read
 from specdec.kernels.sink_attention import Compressed
 
@@ -12,7 +13,7 @@ GATHERED = 1 << 25  # numbers
 def sink_attention(
     q: Tensor, fresh: Tensor, ring: Tensor, window: Sources, compressed: Compressed | None, sinks: Tensor, scale: float
 ) -> Tensor:
-    width = window.visible.shape[1] + (0 if compressed is None else compressed.visible.shape[1])
+    width = window.visible.shape[1] + (0 if compressed is None else compressed.entries.flat.shape[1])
     height = max(1, GATHERED // (width * q.shape[2]))
     parts = [
         _attend(q[rows], fresh, ring, _rows_of(window, rows), _entries_of(compressed, rows), sinks, scale)
@@ -28,7 +29,8 @@ def _rows_of(window: Sources, rows: slice) -> Sources:
 def _entries_of(compressed: Compressed | None, rows: slice) -> Compressed | None:
     if compressed is None:
         return None
-    return Compressed(compressed.pages, compressed.entries[rows], compressed.visible[rows])
+    entries = compressed.entries
+    return Compressed(compressed.pages, Entries(entries.flat, entries.rows[rows], entries.counts[rows]))
 
 
 def _attend(
@@ -36,9 +38,11 @@ def _attend(
 ) -> Tensor:
     keys, visible = ring_read(ring, fresh, window), window.visible
     if compressed is not None:
-        entries = compressed.pages.flatten(0, 1)[compressed.entries]
-        keys = torch.cat([keys, torch.where(compressed.visible[..., None], entries, 0)], 1)
-        visible = torch.cat([visible, compressed.visible], 1)
+        flat, rows, counts = compressed.entries.flat, compressed.entries.rows, compressed.entries.counts
+        there = torch.arange(flat.shape[1], device=flat.device) < counts[:, None]
+        entries = compressed.pages.flatten(0, 1)[flat[rows]]
+        keys = torch.cat([keys, torch.where(there[..., None], entries, 0)], 1)
+        visible = torch.cat([visible, there], 1)
     keys = keys.float()
     scores = torch.bmm(q.float(), keys.transpose(1, 2)) * scale
     scores = scores.masked_fill(~visible[:, None], float('-inf'))

@@ -109,7 +109,7 @@ class CompressedAttention:
         self.compressor(x, windows, cache.entries)
         if self.indexer is not None and cache.keys is not None:
             entries = self.indexer(x, query_rows, rotation, windows, entries, cache.keys)
-        return Compressed(cache.entries.pages, entries.flat, entries.visible)
+        return Compressed(cache.entries.pages, entries)
 
     def weights(self, name: str) -> dict[str, Destination]:
         found = self.latent.weights(name)

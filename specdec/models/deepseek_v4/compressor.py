@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specdec.kernels.compressor import compress, write_entries
+from specdec.kernels.compressor import Entries, compress, write_entries
 from specdec.kernels.indexer import choose_entries
 from specdec.kernels.linear import linear
 from specdec.kernels.ring import ring_write
@@ -12,7 +12,7 @@ from specdec.models.deepseek_v4.caches import Partials, series
 from specdec.models.deepseek_v4.config import DeepseekV4Config
 from specdec.models.deepseek_v4.norm import WideNorm
 from specdec.models.deepseek_v4.rotary import Rotation
-from specdec.models.deepseek_v4.rows import Entries, Windows
+from specdec.models.deepseek_v4.rows import Windows
 
 
 class Compressor:
@@ -64,7 +64,7 @@ class Indexer:
             return entries
         queries = rotation.turn(linear(query_rows, self.queries).view(-1, self.heads, self.width))
         weights = linear(x, self.head_weights).float() * self.scale
-        return Entries(*choose_entries(queries, weights, cache.pages, entries.flat, entries.visible, self.topk))
+        return choose_entries(queries, weights, cache.pages, entries, self.topk)
 
     def weights(self, name: str) -> dict[str, Destination]:
         return {

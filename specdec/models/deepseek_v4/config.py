@@ -49,11 +49,6 @@ class BundledDraft:
     def default_tokens(self) -> int:
         return self.block_rows
 
-    @property
-    def confidence_with_markov(self) -> bool | None:
-        """None without a confidence head; here it always reads the Markov embedding."""
-        return True if self.confidence else None
-
 
 @dataclass(frozen=True, slots=True)
 class DeepseekV4Config:

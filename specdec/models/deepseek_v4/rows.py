@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.kernels.compressor import Entries
 from specdec.kernels.paged_attention import RowLayout
 from specdec.kernels.ring import RingStep, Sources, ring_places, ring_step, sources
 from specdec.models.deepseek_v4.caches import lookback
@@ -31,14 +32,6 @@ class Windows:
     targets: Tensor
     places: Tensor
     phases: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Entries:
-    """The entries that each row may see: `flat` [T, E] in pages, of which `visible` [T, E] exist for it."""
-
-    flat: Tensor
-    visible: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +108,4 @@ def _candidates(layout: RowLayout, ratio: int, device: torch.device) -> tuple[Te
 def _entries(step: RingStep, table: Tensor, page_size: int, ratio: int) -> Entries:
     per_page = page_size // ratio
     flat = (table[:, :, None] * per_page + torch.arange(per_page, device=table.device)).flatten(1)
-    ordinals = torch.arange(flat.shape[1], device=table.device)
-    visible = ordinals < ((step.positions + 1) // ratio)[:, None]
-    return Entries(flat[step.requests], visible)
+    return Entries(flat, step.requests, (step.positions + 1) // ratio)
