@@ -296,7 +296,7 @@ def load_models(
     taps = () if sources.draft is None else sources.draft.taps
     target = TARGETS[sources.target.architecture](sources.target, taps, positions, SINGLE, dtype, device)
     loader = WeightLoader(target.weights(), ignored_target(sources.target), str(sources.target_folder))
-    loader.load(target_tensors(sources.target_folder, sources.target, _named(progress, 'target')))
+    loader.load(target_tensors(sources.target_folder, sources.target, _named(progress, 'target'), loader.destinations))
     loader.finish()
     if sources.draft is None or sources.draft_folder is None:
         return target, NullProposer()
@@ -320,7 +320,7 @@ def _load_bundled(
     assert isinstance(sources.target, DeepseekV4Config), 'only DeepSeek-V4 bundles drafts'
     draft = BundledDspark(sources.target, target.embedding, target.head, dtype, device)
     loader = WeightLoader(draft.weights(), (), str(sources.target_folder))
-    loader.load(bundled_tensors(sources.target_folder, _named(progress, 'draft')))
+    loader.load(bundled_tensors(sources.target_folder, _named(progress, 'draft'), loader.destinations))
     loader.finish()
     return BundledProposer(draft, sources.num_drafts)
 

@@ -5,7 +5,7 @@ many kinds of draft configs mean; weights.py, where tensors go.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -173,18 +173,22 @@ def tensors(
 
 
 def target_tensors(
-    folder: Path, config: TargetConfig, progress: Progress | None = None
+    folder: Path, config: TargetConfig, progress: Progress | None = None, taken: Container[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """What the target's modules take, under the names that they know."""
+    """What the target's modules take, under the names that they know; `taken`: those names, where packed weights are
+    told from others by their scales.
+    """
     if isinstance(config, DeepseekV4Config):
         pairs = tensors(folder, progress, lambda name: not _bundled(name))
-        return plain_tensors(pairs, tensor_shapes(folder))
+        return plain_tensors(pairs, tensor_shapes(folder), taken)
     return tensors(folder, progress)
 
 
-def bundled_tensors(folder: Path, progress: Progress | None = None) -> Iterator[tuple[str, Tensor]]:
-    """What the heads bundled in a DeepSeek-V4 checkpoint take."""
-    return plain_tensors(tensors(folder, progress, _bundled), tensor_shapes(folder))
+def bundled_tensors(
+    folder: Path, progress: Progress | None = None, taken: Container[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """What the heads bundled in a DeepSeek-V4 checkpoint take; `taken` as above."""
+    return plain_tensors(tensors(folder, progress, _bundled), tensor_shapes(folder), taken)
 
 
 def _bundled(name: str) -> bool:

@@ -85,12 +85,32 @@ def test_fewer_drafts(models: Models, ledger: Ledger, num_drafts: int):
     assert 1.5 < mean_accepted_length(found) <= 1 + num_drafts
 
 
+@pytest.mark.parametrize(
+    'rule', [{'verify_length': 'adaptive'}, {'verify_length': 'threshold', 'confidence_threshold': 0.9}], ids=str
+)
+def test_the_confidence_head_decides_how_many_are_verified(models: Models, ledger: Ledger, rule: dict[str, Any]):
+    config = PytorchEngineConfig(device_type='cpu', max_batch_size=4, session_len=384, num_gpu_blocks=8)
+    engine = build_engine(str(FOLDER), config, SpeculativeConfig('dspark', **rule))
+    found = generate(engine, [request(p, NEW_TOKENS) for p in PROMPTS])
+    for prompt, outcome in zip(PROMPTS, found):
+        ledger.same(models, ledger.plain(models, prompt, NEW_TOKENS), outcome)
+    drafted = [drafted for outcome in found for drafted, _ in outcome.steps]
+    assert len(set(drafted)) > 1
+    assert mean_accepted_length(found) > 1.5  # with what adaptive lengths cost here, more may not pay
+
+
 def test_sampled(models: Models, ledger: Ledger):
     params = {'temperature': 1.0, 'seed': 3}
     found = run(models, **params)
     for prompt, outcome in zip(PROMPTS, found):
         ledger.same(models, ledger.plain(models, prompt, NEW_TOKENS, **params), outcome)
     assert mean_accepted_length(found) > 2
+
+
+def test_packed_experts(ledger: Ledger, models: Models, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr('specdec.models.deepseek_v4.moe.keeps_packed', lambda _: True)
+    for prompt, outcome in zip(PROMPTS, run(trained())):
+        ledger.same(models, ledger.plain(models, prompt, NEW_TOKENS), outcome)
 
 
 def test_bf16():

@@ -458,5 +458,5 @@ def load_draft(folder: Path, target: DeepseekV4Target) -> BundledDspark:
 
 def _load(destinations: dict[str, Destination], folder: Path, ignore: tuple[str, ...]) -> None:
     loader = WeightLoader(destinations, ignore, str(folder))
-    loader.load(plain_tensors(tensors(folder), tensor_shapes(folder)))
+    loader.load(plain_tensors(tensors(folder), tensor_shapes(folder), destinations))
     loader.finish()

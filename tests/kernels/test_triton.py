@@ -17,6 +17,7 @@ from specdec.kernels.logit_rules import RuleRows, RuleTables
 from specdec.kernels.logit_rules import ref as rules_ref
 from specdec.kernels.markov import ChainDraws, MarkovWeights
 from specdec.kernels.markov import ref as markov_ref
+from specdec.kernels.moe import Fp4Weight
 from specdec.kernels.moe import ref as moe_ref
 from specdec.kernels.noise import Noise
 from specdec.kernels.norm import ref as norm_ref
@@ -360,3 +361,30 @@ def test_filter_threshold(vocabulary: int) -> None:
         scaled = logits / torch.where(heat > 0, heat, 1.0)[:, None]
         kept = [(scaled >= cut[:, None]) & scaled.isfinite() for cut in (found, expected)]
         assert torch.equal(*kept)
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('rows', [1, 9])
+def test_experts_in_four_bits(rows: int, dtype: torch.dtype) -> None:
+    """Bit by bit what their numbers give, in either implementation."""
+    generator = torch.Generator().manual_seed(rows)
+
+    def packed(*shape: int) -> Fp4Weight:
+        values = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(118, 126, (*shape[:-1], shape[-1] // 32), generator=generator, dtype=torch.uint8)
+        return Fp4Weight(values.to(DEVICE), scales.to(DEVICE))
+
+    x, gate_up, down = random(rows, 96, dtype=dtype), packed(5, 128, 96), packed(5, 96, 64)
+    plain = moe_ref.numbers(gate_up, dtype), moe_ref.numbers(down, dtype)
+    weights, experts = moe_triton.route_top_k(random(rows, 5), 3, True)
+    for module in (moe_ref, moe_triton):
+        found = module.expert_mlps(x, gate_up, down, weights, experts, 2.0)
+        assert torch.equal(found, module.expert_mlps(x, *plain, weights, experts, 2.0))
+    close(found, moe_ref.expert_mlps(x, *plain, weights, experts, 2.0), dtype)
+
+
+def test_many_rows_in_portions() -> None:
+    x, gate_up, down = random(70, 32), random(4, 32, 32) * 0.15, random(4, 32, 16) * 0.15
+    weights, experts = moe_triton.route_top_k(random(70, 4), 2, True)
+    found = moe_triton.in_portions(x, gate_up, down, weights, experts, None)
+    close(found, moe_ref.expert_mlps(x, gate_up, down, weights, experts), torch.float32)

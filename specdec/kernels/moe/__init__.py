@@ -1,10 +1,28 @@
 """Routed experts: choosing them, and running the chosen ones."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from specdec.kernels.dispatch import Implementations
 
 _implementation = Implementations(__name__, cuda='triton')
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4Weight:
+    """Matrices [E, O, I] in four bits a number: `values` [E, O, I / 2] uint8, two e2m1 numbers a byte, the earlier
+    column in its lower half; `scales` [E, O, I / 32] uint8, a byte b standing for 2^(b - 127).
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    def __getitem__(self, expert: int) -> 'Fp4Weight':
+        return Fp4Weight(self.values[expert], self.scales[expert])
+
+
+Matrices = Tensor | Fp4Weight
 
 
 def route_top_k(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
@@ -27,12 +45,12 @@ def route_sqrt_softplus(
 
 
 def expert_mlps(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, limit: float | None = None
+    x: Tensor, gate_up: Matrices, down: Matrices, weights: Tensor, experts: Tensor, limit: float | None = None
 ) -> Tensor:
     """sum_j weights[t, j] * down_e(silu(gate_e x) * up_e x), e = experts[t, j]: x [T, H] -> [T, H] in x's dtype.
 
     gate_up [E, 2 I, H] = (gate, up), down [E, H, I], weights [T, k] fp32, experts [T, k] int64. Each product is rounded
     to x's dtype; the k terms are added in the order of j, in fp32. With a `limit` L the gate counts as min(gate, L) and
-    up as up clamped to -L .. L.
+    up as up clamped to -L .. L. Four-bit matrices give what their numbers in x's dtype would, bit by bit.
     """
     return _implementation(x.device.type, 'expert_mlps')(x, gate_up, down, weights, experts, limit)

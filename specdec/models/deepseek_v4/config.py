@@ -7,7 +7,7 @@ from typing import ClassVar
 from specdec.errors import CheckpointError
 from specdec.layers.rotary import RopeConfig
 from specdec.models.config_reader import ConfigReader, read_dtype
-from specdec.models.deepseek_v4.tensors import release_name
+from specdec.models.deepseek_v4.tensors import PACKED, release_name
 from specdec.models.tensor_table import TensorInfo
 
 ARCHITECTURE = 'DeepseekV4ForCausalLM'
@@ -54,8 +54,8 @@ class BundledDraft:
 class DeepseekV4Config:
     """`ratios[l]`: 0 = window only, 4 = compressed by 4 with an indexer, 128 = compressed by 128.
 
-    `hash_layers`: the first layers, which choose experts by token id. `draft`: the DSpark heads in `mtp.*`, if that is
-    what they are; `classic_mtp`: they are the older kind.
+    `hash_layers`: the first layers, which choose experts by token id. `fp4_experts`: how the file stores them.
+    `draft`: the DSpark heads in `mtp.*`, if that is what they are; `classic_mtp`: they are the older kind.
     """
 
     page_size: ClassVar[int] = 256
@@ -89,6 +89,7 @@ class DeepseekV4Config:
     rms_norm_eps: float
     max_position: int
     dtype: str
+    fp4_experts: bool
     classic_mtp: bool
     draft: BundledDraft | None
 
@@ -142,6 +143,7 @@ def read_deepseek_v4(reader: ConfigReader, shapes: Mapping[str, TensorInfo]) -> 
         rms_norm_eps=float(reader.number('rms_norm_eps')),
         max_position=reader.integer('max_position_embeddings'),
         dtype=read_dtype(reader, fallback=lambda: 'bfloat16'),
+        fp4_experts=any('.ffn.experts.0.w1.' in name and info.dtype in PACKED for name, info in names.items()),
         classic_mtp=drafts and not dspark,
         draft=_draft(reader, names, layers, vocabulary) if dspark else None,
     )

@@ -5,9 +5,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.linear import linear
-from specdec.kernels.moe import expert_mlps, route_sqrt_softplus
+from specdec.kernels.moe import Fp4Weight, Matrices, expert_mlps, route_sqrt_softplus
 from specdec.layers.weights import Destination
 from specdec.models.deepseek_v4.config import DeepseekV4Config
+from specdec.models.deepseek_v4.tensors import GROUP
+
+
+def keeps_packed(device: torch.device) -> bool:
+    """Whether four-bit experts stay packed: where reading weights is what a step waits for. A CPU's products have no
+    use for them.
+    """
+    return device.type == 'cuda'
 
 
 class Experts:
@@ -24,8 +32,14 @@ class Experts:
         self.router = torch.empty(experts, size, dtype=torch.float32, device=device)
         self.table = torch.empty(config.vocab_size, self.k, dtype=torch.int64, device=device) if hashed else None
         self.bias = None if hashed else torch.empty(experts, dtype=torch.float32, device=device)
-        self.gate_up = torch.empty(experts, 2 * inner, size, dtype=dtype, device=device)
-        self.down = torch.empty(experts, size, inner, dtype=dtype, device=device)
+        self.gate_up: Matrices
+        self.down: Matrices
+        if config.fp4_experts and keeps_packed(device):
+            self.gate_up = _empty_fp4(experts, 2 * inner, size, device)
+            self.down = _empty_fp4(experts, size, inner, device)
+        else:
+            self.gate_up = torch.empty(experts, 2 * inner, size, dtype=dtype, device=device)
+            self.down = torch.empty(experts, size, inner, dtype=dtype, device=device)
         self.shared_gate_up = torch.empty(2 * inner, size, dtype=dtype, device=device)
         self.shared_down = torch.empty(size, inner, dtype=dtype, device=device)
 
@@ -54,7 +68,19 @@ class Experts:
             found[f'{name}.gate.bias'] = Destination(self.bias, tuple(self.bias.shape))
         for e in range(self.router.shape[0]):
             expert = f'{name}.experts.{e}'
-            found[f'{expert}.w1.weight'] = Destination(self.gate_up[e, :inner], wide)
-            found[f'{expert}.w3.weight'] = Destination(self.gate_up[e, inner:], wide)
-            found[f'{expert}.w2.weight'] = Destination(self.down[e], tall)
+            found |= _matrix(f'{expert}.w1', self.gate_up, e, slice(None, inner))
+            found |= _matrix(f'{expert}.w3', self.gate_up, e, slice(inner, None))
+            found |= _matrix(f'{expert}.w2', self.down, e, slice(None))
         return found
+
+
+def _empty_fp4(experts: int, rows: int, columns: int, device: torch.device) -> Fp4Weight:
+    values = torch.empty(experts, rows, columns // 2, dtype=torch.uint8, device=device)
+    return Fp4Weight(values, torch.empty(experts, rows, columns // GROUP, dtype=torch.uint8, device=device))
+
+
+def _matrix(name: str, stack: Matrices, expert: int, rows: slice) -> dict[str, Destination]:
+    """Where the rows of one expert come from: a weight, or a weight and its scale."""
+    parts = {'weight': stack} if isinstance(stack, Tensor) else {'weight': stack.values, 'scale': stack.scales}
+    views = {f'{name}.{kind}': tensor[expert, rows] for kind, tensor in parts.items()}
+    return {part: Destination(view, tuple(view.shape)) for part, view in views.items()}

@@ -6,7 +6,7 @@ whose layers say where tensors go.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -106,12 +106,13 @@ def dequantise(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def plain_tensors(
-    pairs: Iterable[tuple[str, Tensor]], shapes: Mapping[str, TensorInfo]
+    pairs: Iterable[tuple[str, Tensor]], shapes: Mapping[str, TensorInfo], taken: Container[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """(release name, tensor) with weights dequantised to fp32 and stacked experts taken apart.
 
-    `shapes` are the same files' headers, which tell which weights have a scale. A weight and its scale wait for each
-    other, so that memory holds one shard's tensors at most if they share one, as they do in releases.
+    A weight whose scale is among the names `taken` stays as it is; both come as bytes. `shapes` are the same files'
+    headers, which tell which weights have a scale. Others wait for theirs, so that memory holds one shard's tensors at
+    most if the two share one, as they do in releases.
     """
     names = [release_name(stored) for stored in shapes]
     scaled = {name.removesuffix('.scale') for name in names if name.endswith('.scale')}
@@ -121,6 +122,8 @@ def plain_tensors(
         base, _, kind = name.rpartition('.')
         if base not in scaled or kind not in ('weight', 'scale'):
             yield from _apart(name, tensor, None)
+        elif f'{base}.scale' in taken:
+            yield name, tensor.view(torch.uint8)
         elif base not in waiting:
             waiting[base] = tensor
         else:

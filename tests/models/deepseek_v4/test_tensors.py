@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import CheckpointError
+from specdec.kernels.moe import Fp4Weight
 from specdec.layers.rotary import RopeConfig
 from specdec.models.checkpoint import read_config, tensor_shapes, tensors
 from specdec.models.deepseek_v4.config import DeepseekV4Config, read_deepseek_v4
@@ -134,6 +135,24 @@ def test_a_quantised_checkpoint_is_the_checkpoint_of_its_numbers(case: Case, qua
     ids = case.ids[0, :60]
     ((found, _),) = v4.Steps(v4.load_target(quantised), 0, 1, 1)(chunks=[(0, 0, ids)])
     assert (found - case.logits[0, :60]).abs().mean() < 1  # coarse numbers, still this model
+
+
+def test_experts_that_stay_packed_compute_the_same(case: Case, quantised: Path, monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU: bytes and scales are kept, and the logits are those of the numbers, bit by bit."""
+    target = v4.load_target(quantised)
+    monkeypatch.setattr('specdec.models.deepseek_v4.moe.keeps_packed', lambda _: True)
+    packed = v4.load_target(quantised)
+    experts = packed.blocks[2].experts
+    assert isinstance(experts.gate_up, Fp4Weight)
+    stored = dict(tensors(quantised))
+    assert torch.equal(experts.gate_up.values[5, :32], stored['layers.2.ffn.experts.5.w1.weight'].view(torch.uint8))
+    assert torch.equal(experts.down.scales[5], stored['layers.2.ffn.experts.5.w2.scale'].view(torch.uint8))
+    ids = case.ids[0, :60]
+    ((found, _),) = v4.Steps(packed, 0, 1, 1)(chunks=[(0, 0, ids)])
+    ((wanted, _),) = v4.Steps(target, 0, 1, 1)(chunks=[(0, 0, ids)])
+    assert torch.equal(found, wanted)
+    heads = v4.load_draft(quantised, packed)
+    assert isinstance(heads.stages[0].experts.down, Fp4Weight)
 
 
 def test_quantised_headers_tell_plain_shapes(case: Case, quantised: Path):
