@@ -36,7 +36,10 @@ LOGPROBS_MODES = (None, 'raw_logprobs', 'processed_logprobs')
 # ------------------------------------------------------------------------------------------------ engine settings
 @dataclass(frozen=True, slots=True)
 class PytorchEngineConfig:
-    """How the engine runs. Fields and order are LMDeploy's; what is marked "default only" is refused otherwise."""
+    """How the engine runs. `tp`: ranks that share every layer, a process each (docs/distributed.md).
+
+    Fields and order are LMDeploy's; what is marked "default only" is refused otherwise.
+    """
 
     dtype: str = 'auto'
     tp: int = 1
@@ -88,14 +91,19 @@ class PytorchEngineConfig:
     role: str = 'Hybrid'
     migration_backend: str = 'DLSlime'
     kv_transfer_config: dict[str, Any] | None = None
+    rank_timeout: float = 60.0  # ours: seconds that ranks wait for one of them before the engine ends
 
     def __post_init__(self) -> None:
         _choice('dtype', self.dtype, DTYPES)
         _choice('device_type', self.device_type, ('auto', 'cpu', 'cuda'))
         _choice('logprobs_mode', self.logprobs_mode, LOGPROBS_MODES)
-        for name in ('tp', 'dp', 'ep'):
+        _at_least('tp', self.tp, 1)
+        for name in ('dp', 'ep'):
             if getattr(self, name) != 1:
-                raise ConfigError(name, getattr(self, name), 'the embedded engine runs on one rank; use 1')
+                raise ConfigError(name, getattr(self, name), 'ranks share every layer here (tp); use 1')
+        _number('rank_timeout', self.rank_timeout)
+        if not self.rank_timeout > 0:
+            raise ConfigError('rank_timeout', self.rank_timeout, 'must be above 0 seconds')
         _at_least('block_size', self.block_size, 1)
         _at_least('num_gpu_blocks', self.num_gpu_blocks, 0)
         _at_least('prefix_cache_state_budget', self.prefix_cache_state_budget, 0)

@@ -46,10 +46,12 @@ class ModelAgent:
         make_guide: MakeGuide,
         graphs: GraphRunner | None = None,
         cost: StepCost | None = None,
+        followers: Sequence[Callable[[StepPlan], None]] = (),
     ) -> None:
         """`make_guide`: what walks a request's grammar; called for those that have one. `cost`: learns from every
-        decode step, if somebody will ask it.
+        decode step, if somebody will ask it. `followers` are told of every plan before it runs: other ranks.
         """
+        self._followers = tuple(followers)
         self.model, self.graphs, self.cost = model, graphs, cost
         self.device = model.state.device
         self.grammar_masks = GrammarMasks(model.state, make_guide)
@@ -57,6 +59,8 @@ class ModelAgent:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
+        for tell in self._followers:
+            tell(plan)
         self.model.state.apply(plan)
         self.model.caches.restore(plan)
         self.grammar_masks.admit(plan.admits)

@@ -40,7 +40,13 @@ Dtype = Annotated[
     str,
     typer.Option(help="'auto', 'float32', 'bfloat16' or 'float16'; auto is float32 on CPU.", rich_help_panel=ENGINE),
 ]
-Tp = Annotated[int, typer.Option(help='Tensor parallel ranks.', rich_help_panel=COMPATIBILITY)]
+Tp = Annotated[
+    int, typer.Option(help='Ranks that share every layer, a process and a device each.', rich_help_panel=ENGINE)
+]
+RankTimeout = Annotated[
+    float,
+    typer.Option(help='Seconds that ranks wait for one of them before the engine ends.', rich_help_panel=ENGINE),
+]
 Ep = Annotated[int, typer.Option(help='Expert parallel ranks.', rich_help_panel=COMPATIBILITY)]
 SessionLen = Annotated[
     int | None,

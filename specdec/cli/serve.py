@@ -238,6 +238,7 @@ def api_server(
     trust_remote_code: options.TrustRemoteCode = False,
     adapters: options.Adapters = None,
     tp: options.Tp = 1,
+    rank_timeout: options.RankTimeout = 60.0,
     ep: options.Ep = 1,
     quant_policy: options.QuantPolicy = 'none',
     language_model_only: options.LanguageModelOnly = False,
@@ -256,6 +257,7 @@ def api_server(
         device=device,
         dtype=dtype,
         tp=tp,
+        rank_timeout=rank_timeout,
         ep=ep,
         session_len=session_len,
         max_batch_size=max_batch_size,
@@ -333,7 +335,9 @@ def _run(
     listener = bind(config)
     typer.echo(f'specdec {__version__}: loading {model}')
     try:
-        client = ProcessClient(BuildEngine(model, engine_config, speculative), config.log_level)
+        client = ProcessClient(
+            BuildEngine(model, engine_config, speculative), config.log_level, spawns=engine_config.tp > 1
+        )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     try:

@@ -6,7 +6,7 @@ memory is shared out, and session_len is settled last, by what the pages hold. N
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -19,11 +19,12 @@ from specdec.agent.model_agent import ModelAgent
 from specdec.agent.state import SlotState
 from specdec.agent.step_cost import measure_costs
 from specdec.agent.step_model import StepModel
+from specdec.engine.distributed import RankArguments, Ranks, join_group
 from specdec.engine.engine import Engine
 from specdec.engine.grammar import GrammarGuides
 from specdec.errors import ConfigError
 from specdec.layers.cache_specs import CacheRoom, CacheSpec
-from specdec.layers.parallel import SINGLE
+from specdec.layers.parallel import SINGLE, ParallelGroup
 from specdec.messages import EngineInfo, PytorchEngineConfig, SpeculativeConfig
 from specdec.models.checkpoint import (
     bundled_tensors,
@@ -33,7 +34,7 @@ from specdec.models.checkpoint import (
     read_target,
     target_tensors,
 )
-from specdec.models.configs import DraftConfig, TargetConfig
+from specdec.models.configs import DraftConfig, Qwen3Config, TargetConfig
 from specdec.models.deepseek_v4.config import BundledDraft, DeepseekV4Config
 from specdec.models.deepseek_v4.draft import BundledDspark
 from specdec.models.draft.block_draft import BlockDraft
@@ -101,8 +102,41 @@ def build_engine(
     config = config or PytorchEngineConfig()
     sources = read_sources(model_path, config, speculative)
     device = pick_device(config.device_type)
+    if config.tp == 1:
+        return build_on(sources, config, device, progress=progress)
+    ranks = Ranks(model_path, config, speculative)
+    try:
+        ranks.meet()
+        group = join_group(0, config, ranks.port, device)
+        return build_on(sources, config, device, group, ranks, ranks.meet, progress)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def build_rank(arguments: RankArguments, meet: Callable[[], None]) -> Engine:
+    """The same on another rank, whose engine runs plans and never makes any."""
+    config = arguments.config
+    sources = read_sources(arguments.model_path, config, arguments.speculative)
+    device = pick_device(config.device_type, arguments.rank)
+    group = join_group(arguments.rank, config, arguments.port, device)
+    return build_on(sources, config, device, group, None, meet)
+
+
+def build_on(
+    sources: Sources,
+    config: PytorchEngineConfig,
+    device: torch.device,
+    group: ParallelGroup = SINGLE,
+    ranks: Ranks | None = None,
+    meet: Callable[[], None] = lambda: None,
+    progress: LoadProgress | None = None,
+) -> Engine:
+    """One rank's models, memory and engine. `ranks`: the others, if this one leads them; `meet`: waits for all."""
+    if group.size > 1 and device.type == 'cpu':
+        torch.set_num_threads(max(torch.get_num_threads() // group.size, 1))
     session_limit = session_len_limit(config, sources.target)
-    target, proposer = load_models(sources, config, session_limit, device, progress)
+    target, proposer = load_models(sources, config, session_limit, device, progress, group, meet)
     specs = cache_specs(target, proposer)
     num_slots = (config.max_batch_size or DEFAULTS[device.type].max_batch_size) + 1
     state_bytes = num_slots * sum(spec.bytes_per_slot for spec in specs) + SlotState.bytes_for(
@@ -110,9 +144,10 @@ def build_engine(
     )
     page_size = settle_page_size(config, sources.target)
     memory = share_memory(config, specs, page_size, session_limit, state_bytes, device)
+    memory = replace(memory, num_pages=group.smallest(memory.num_pages, device))
     session_len = settle_session_len(config, session_limit, memory)
     logger.info('cache: %s; session_len %d', memory.describe(), session_len)
-    return assemble(sources, config, target, proposer, memory, session_len, device, progress)
+    return assemble(sources, config, target, proposer, memory, session_len, device, progress, ranks)
 
 
 def assemble(
@@ -124,6 +159,7 @@ def assemble(
     session_len: int,
     device: torch.device,
     progress: LoadProgress | None = None,
+    ranks: Ranks | None = None,
 ) -> Engine:
     """Caches, slots, scheduler and agent around loaded models."""
     defaults, num_drafts = DEFAULTS[device.type], proposer.num_drafts
@@ -176,8 +212,8 @@ def assemble(
     if model.reports_survival:
         cost = measure_costs(model, graphs, max_batch_size)
         lengths = AdaptiveBudget(cost, num_drafts, delay=1 - defaults.overlap)
-    agent = ModelAgent(model, guides.make, graphs, cost)
-    return Engine(info, memory, Scheduler(settings, lengths), agent, guides)
+    agent = ModelAgent(model, guides.make, graphs, cost, () if ranks is None else (ranks.tell,))
+    return Engine(info, memory, Scheduler(settings, lengths), agent, guides, ranks)
 
 
 def pick_length_rule(sources: Sources) -> LengthRule:
@@ -198,6 +234,7 @@ def read_sources(model_path: str, config: PytorchEngineConfig, speculative: Spec
     target = read_target(target_folder)
     eos_ids = read_generation_defaults(target_folder).eos_ids
     if speculative is None:
+        check_ranks(config, target, None)
         return Sources(model_path, target_folder, target, None, None, 0, eos_ids)
     draft: DraftConfig | BundledDraft
     if speculative.model:
@@ -210,6 +247,7 @@ def read_sources(model_path: str, config: PytorchEngineConfig, speculative: Spec
         draft_folder, draft = target_folder, bundled_draft(target_folder, target)
     if draft.kind != speculative.method:
         raise ConfigError('method', speculative.method, f"{draft_folder} is a {draft.kind} draft; use '{draft.kind}'")
+    check_ranks(config, target, draft)
     num_drafts = settle_num_drafts(speculative, draft)
     if speculative.verify_length == 'threshold' and not draft.has_confidence:
         remedy = "this draft has no confidence head; use 'fixed' or 'adaptive'"
@@ -226,6 +264,28 @@ def read_sources(model_path: str, config: PytorchEngineConfig, speculative: Spec
         speculative.verify_length,
         speculative.confidence_threshold,
     )
+
+
+def check_ranks(config: PytorchEngineConfig, target: TargetConfig, draft: DraftConfig | BundledDraft | None) -> None:
+    """Whether `tp` ranks can share the models: whole heads, equal parts of the MLPs."""
+    if config.tp == 1:
+        return
+    if not isinstance(target, Qwen3Config):
+        raise ConfigError('tp', config.tp, f'{target.architecture} is served on one rank so far; use 1')
+    decoders = [('target', target.decoder)] + ([('draft', draft.decoder)] if isinstance(draft, DraftConfig) else [])
+    for name, decoder in decoders:
+        keys = decoder.num_kv_heads
+        sizes = {
+            'num_attention_heads': decoder.num_heads,
+            'num_key_value_heads': keys if keys >= config.tp else config.tp * (config.tp % keys == 0),
+            'intermediate_size': decoder.intermediate_size,
+        }
+        if name == 'target' and target.moe is not None:
+            sizes['moe_intermediate_size'] = target.moe.intermediate_size
+        for size_name, size in sizes.items():
+            if not size or size % config.tp:
+                remedy = f"does not divide the {name}'s {size_name}; use a smaller power of 2"
+                raise ConfigError('tp', config.tp, remedy)
 
 
 def read_external_draft(folder: Path, target: TargetConfig) -> DraftConfig:
@@ -269,11 +329,15 @@ def settle_num_drafts(speculative: SpeculativeConfig, draft: DraftConfig | Bundl
 
 
 # ------------------------------------------------------------------------------------------------------- models
-def pick_device(wanted: str) -> torch.device:
+def pick_device(wanted: str, rank: int = 0) -> torch.device:
     available = torch.cuda.is_available()
     if wanted == 'cuda' and not available:
         raise ConfigError('device_type', wanted, "no CUDA device is visible; use 'cpu' or 'auto'")
-    return torch.device('cuda' if available and wanted != 'cpu' else 'cpu')
+    if not available or wanted == 'cpu':
+        return torch.device('cpu')
+    if rank >= torch.cuda.device_count():
+        raise ConfigError('tp', rank + 1, f'{torch.cuda.device_count()} CUDA devices are visible; lower it')
+    return torch.device('cuda', rank)
 
 
 def pick_dtype(wanted: str, stored: str, device: torch.device) -> torch.dtype:
@@ -288,22 +352,25 @@ def load_models(
     session_limit: int,
     device: torch.device,
     progress: LoadProgress | None,
+    group: ParallelGroup = SINGLE,
+    meet: Callable[[], None] = lambda: None,
 ) -> tuple[TargetModel, Proposer]:
-    """Both models in device memory, every weight accounted for."""
+    """Both models in device memory, every weight accounted for. `meet`: ranks do not wait for each other's reading."""
     dtype = pick_dtype(config.dtype, sources.target.dtype, device)
     margin = max(2 * (sources.num_drafts + 1), sources.block_rows)
     positions = session_limit + margin
     taps = () if sources.draft is None else sources.draft.taps
-    target = TARGETS[sources.target.architecture](sources.target, taps, positions, SINGLE, dtype, device)
+    target = TARGETS[sources.target.architecture](sources.target, taps, positions, group, dtype, device)
     loader = WeightLoader(target.weights(), ignored_target(sources.target), str(sources.target_folder))
     loader.load(target_tensors(sources.target_folder, sources.target, _named(progress, 'target'), loader.destinations))
     loader.finish()
+    meet()
     if sources.draft is None or sources.draft_folder is None:
         return target, NullProposer()
     draft_dtype = torch.bfloat16 if dtype == torch.float16 else dtype  # fused taps overflow fp16
     if isinstance(sources.draft, BundledDraft):
         return target, _load_bundled(sources, target, draft_dtype, device, progress)
-    draft = BlockDraft(sources.draft, target.embedding, target.head, positions, SINGLE, draft_dtype, device)
+    draft = BlockDraft(sources.draft, target.embedding, target.head, positions, group, draft_dtype, device)
     loader = WeightLoader(draft.weights(), ignored_draft(sources.draft), str(sources.draft_folder))
     loader.load(draft_tensors(sources.draft_folder, _named(progress, 'draft')))
     loader.finish()
@@ -384,7 +451,7 @@ def share_memory(
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = psutil.virtual_memory().available
-        share = CPU_CACHE_SHARE if share == DEFAULT_CACHE_SHARE else share
+        share = (CPU_CACHE_SHARE if share == DEFAULT_CACHE_SHARE else share) / config.tp  # of the same memory
         wanted = (config.max_batch_size or DEFAULTS['cpu'].max_batch_size) * session_limit
     return plan_memory(specs, page_size, free, share, wanted, config.num_gpu_blocks, state_bytes, num_states)
 

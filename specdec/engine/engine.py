@@ -8,6 +8,7 @@ import json
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from specdec.agent.caches import MemoryPlan
 from specdec.agent.model_agent import Launched, ModelAgent
@@ -15,6 +16,9 @@ from specdec.engine.grammar import GrammarGuides
 from specdec.errors import RequestError
 from specdec.messages import EngineInfo, EngineRequest, EngineStats, GrammarVocabulary, RequestOutput
 from specdec.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from specdec.engine.distributed import Ranks
 
 
 def salted(seed: int, request_id: int) -> int:
@@ -29,9 +33,15 @@ class Engine:
     """One target, one proposer, one scheduler. Not thread-safe: one caller drives it."""
 
     def __init__(
-        self, info: EngineInfo, memory: MemoryPlan, scheduler: Scheduler, agent: ModelAgent, guides: GrammarGuides
+        self,
+        info: EngineInfo,
+        memory: MemoryPlan,
+        scheduler: Scheduler,
+        agent: ModelAgent,
+        guides: GrammarGuides,
+        ranks: 'Ranks | None' = None,
     ) -> None:
-        self.info, self.memory = info, memory
+        self.info, self.memory, self.ranks = info, memory, ranks
         self.scheduler, self.agent, self.guides = scheduler, agent, guides
         self._launched: deque[Launched] = deque()
 
@@ -68,6 +78,8 @@ class Engine:
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
         """What grammars must know of the tokenizer; before the first request that has one."""
+        if self.ranks is not None:
+            self.ranks.tell(vocabulary)
         self.guides.set_vocabulary(vocabulary.data)
 
     def abort(self, request_ids: Iterable[int]) -> None:
@@ -80,7 +92,16 @@ class Engine:
         """Launch the next step, if there is one, and return what the oldest unread one gave.
 
         With overlap the device works on one step while the host commits the one before and prepares the one after.
+        EngineError if a rank has died.
         """
+        if self.ranks is None:
+            return self._step()
+        try:
+            return self._step()
+        except RuntimeError as error:
+            raise self.ranks.explain(error) from error
+
+    def _step(self) -> list[RequestOutput]:
         plan = self.scheduler.schedule()
         if plan is not None:
             self._launched.append(self.agent.launch(plan))
@@ -98,4 +119,6 @@ class Engine:
         return stats if cost is None else replace(stats, step_cost=json.dumps(cost.describe()))
 
     def close(self) -> None:
-        """Nothing outlives the engine: its memory goes with it."""
+        """Ends the other ranks; its own memory goes with it."""
+        if self.ranks is not None:
+            self.ranks.close()

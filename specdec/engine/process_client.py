@@ -52,6 +52,8 @@ class BuildEngine:
         from specdec.engine.build import build_engine
 
         engine = build_engine(*self._arguments)
+        if engine.ranks is not None:
+            engine.ranks.on_failure = lambda: os._exit(1)  # nobody may ask for a step that would notice
         return engine, engine.memory.describe()
 
 
@@ -61,11 +63,12 @@ class ProcessClient:
     ConfigError and CheckpointError of the child are raised here; EngineError if it ends before it is ready.
     """
 
-    def __init__(self, build: Build, log_level: str = 'WARNING') -> None:
+    def __init__(self, build: Build, log_level: str = 'WARNING', spawns: bool = False) -> None:
+        """`spawns`: the engine starts processes of its own, which a daemonic one may not."""
         context = multiprocessing.get_context('spawn')
         self._connection, far_end = context.Pipe()
         self.process = context.Process(
-            target=run_engine, args=(far_end, build, log_level), name='specdec-engine', daemon=True
+            target=run_engine, args=(far_end, build, log_level), name='specdec-engine', daemon=not spawns
         )
         self._closed = False
         self._failure: BaseException | None = None

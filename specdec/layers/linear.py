@@ -21,8 +21,13 @@ class Part:
 
     @classmethod
     def of(cls, total: int, group: ParallelGroup, unit: int = 1) -> 'Part':
-        """Split `total` rows evenly in units (a head's rows, say)."""
-        start, count = group.shard(total // unit)
+        """Split `total` rows evenly in units (a head's rows, say). Where there are fewer units than ranks, several
+        ranks hold the same one.
+        """
+        units = total // unit
+        if units < group.size:
+            return cls(total, group.rank * units // group.size * unit, unit)
+        start, count = group.shard(units)
         return cls(total, start * unit, count * unit)
 
 

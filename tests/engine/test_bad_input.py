@@ -245,7 +245,8 @@ def test_speculative_settings(arguments: dict[str, Any], field: str) -> None:
         ('session_len', 0), ('session_len', -5), ('session_len', 'long'), ('max_batch_size', 0), ('block_size', 0),
         ('max_prefill_token_num', 0), ('cache_max_entry_count', 0), ('cache_max_entry_count', 1.5),
         ('cache_max_entry_count', float('nan')), ('num_gpu_blocks', -1), ('dtype', 'int3'), ('device_type', 'tpu'),
-        ('tp', 2), ('quant_policy', 8), ('adapters', {'a': 'b'}), ('logprobs_mode', 'raw_logits'),
+        ('tp', 0), ('dp', 2), ('ep', 2), ('rank_timeout', 0),
+        ('quant_policy', 8), ('adapters', {'a': 'b'}), ('logprobs_mode', 'raw_logits'),
     ],
 )  # fmt: skip
 def test_engine_settings(field: str, value: Any) -> None:

@@ -331,7 +331,7 @@ def test_the_draft_table_is_the_models_own(tmp_path, config, tensors):
         }
     read = draft(tmp_path, config, stored)
     embedding = VocabEmbedding(tiny.VOCABULARY, tiny.HIDDEN, SINGLE, torch.float32, CPU)
-    model = BlockDraft(read, embedding, Head(embedding.weight), 8, SINGLE, torch.float32, CPU)
+    model = BlockDraft(read, embedding, Head(embedding), 8, SINGLE, torch.float32, CPU)
     assert {name: place.shape for name, place in model.weights().items()} == draft_tensor_shapes(read)
     assert all(name in stored for name, place in model.weights().items() if isinstance(place, Decision))
 

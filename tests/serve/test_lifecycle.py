@@ -37,7 +37,7 @@ def finished(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     ('flags', 'error'),
     [
         (('--backend', 'turbomind'), "backend='turbomind'"),
-        (('--tp', '2'), 'tp=2'),
+        (('--tp', '3'), 'tp=3'),
         (('--dp', '2'), 'dp=2: not served here; leave it at 1'),
         (('--proxy-url', 'http://x'), "proxy_url='http://x'"),
         (('--allow-terminate-by-client',), 'allow_terminate_by_client=True'),

@@ -44,7 +44,7 @@ class DeepseekV4Target:
         self.head_mix = HyperConnection(config, device, head=True)
         self.norm = WideNorm(config.hidden_size, config.rms_norm_eps, device)
         self.head_table = VocabEmbedding(config.vocab_size, config.hidden_size, group, dtype, device)
-        self.head = Head(self.head_table.weight)
+        self.head = Head(self.head_table)
         self.rotaries = (
             PairRotary(config.rope, config.rope_dim, device),
             PairRotary(config.compress_rope, config.rope_dim, device),

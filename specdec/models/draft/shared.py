@@ -12,11 +12,6 @@ from specdec.layers.weights import Destination
 from specdec.models.weights import Decision
 
 
-def equals(theirs: Tensor, target: Tensor) -> bool:
-    """Whether the file's tensor is the target's, judged in the file's dtype."""
-    return theirs.shape == target.shape and torch.equal(theirs, target.to(dtype=theirs.dtype, device=theirs.device))
-
-
 class OwnTable:
     """Embedding rows by target id."""
 
@@ -33,7 +28,7 @@ class OwnTable:
         return {f'{name}.weight': Decision(self.shape, self._decide)}
 
     def _decide(self, tensor: Tensor) -> None:
-        if not equals(tensor, self.shared.weight):
+        if not self.shared.equals(tensor):
             self.own = tensor.to(dtype=self.dtype, device=self.device)
 
 
@@ -43,7 +38,8 @@ class OwnHead:
     def __init__(
         self, shared: Head, vocabulary: int, size: int, reduced: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.shared, self.shape, self.dtype, self.device = shared, (vocabulary, size), dtype, device
+        assert shared.table is not None, "a target's head has a table"
+        self.shared, self.shape, self.dtype, self.device = shared.table, (vocabulary, size), dtype, device
         self.head = shared
         if reduced:
             self.head = Head(torch.empty(self.shape, dtype=dtype, device=device))
@@ -52,10 +48,10 @@ class OwnHead:
         return self.head(hidden.to(self.head.weight.dtype))
 
     def weights(self, name: str) -> dict[str, Destination | Decision]:
-        if self.head is self.shared:
+        if self.head.table is self.shared:
             return {f'{name}.weight': Decision(self.shape, self._decide)}
         return {f'{name}.weight': Destination(self.head.weight, self.shape)}
 
     def _decide(self, tensor: Tensor) -> None:
-        if not equals(tensor, self.shared.weight):
+        if not self.shared.equals(tensor):
             self.head = Head(tensor.to(dtype=self.dtype, device=self.device))

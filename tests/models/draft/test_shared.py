@@ -7,16 +7,20 @@ from torch import Tensor
 from specdec.layers.embedding import Head, VocabEmbedding
 from specdec.layers.parallel import SINGLE
 from specdec.layers.weights import Destination
-from specdec.models.draft.shared import OwnHead, OwnTable, equals
+from specdec.models.draft.shared import OwnHead, OwnTable
 from specdec.models.weights import Decision
 
 CPU, FP32 = torch.device('cpu'), torch.float32
 
 
-def make_table(weight: Tensor) -> OwnTable:
+def embedding_of(weight: Tensor) -> VocabEmbedding:
     shared = VocabEmbedding(*weight.shape, SINGLE, weight.dtype, CPU)
     shared.weight.copy_(weight)
-    return OwnTable(shared, *weight.shape, FP32, CPU)
+    return shared
+
+
+def make_table(weight: Tensor) -> OwnTable:
+    return OwnTable(embedding_of(weight), *weight.shape, FP32, CPU)
 
 
 def give(owner: OwnTable | OwnHead, tensor: Tensor) -> None:
@@ -28,9 +32,10 @@ def give(owner: OwnTable | OwnHead, tensor: Tensor) -> None:
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 def test_a_copy_is_judged_in_the_file_dtype(dtype: torch.dtype) -> None:
     weight = torch.randn(6, 4)
-    assert equals(weight.to(dtype), weight)
-    assert not equals(weight.to(dtype) * 1.01, weight)
-    assert not equals(weight.to(dtype)[:5], weight)
+    shared = embedding_of(weight)
+    assert shared.equals(weight.to(dtype))
+    assert not shared.equals(weight.to(dtype) * 1.01)
+    assert not shared.equals(weight.to(dtype)[:5])
 
 
 def test_table() -> None:
@@ -46,7 +51,7 @@ def test_table() -> None:
 
 def test_head() -> None:
     weight, hidden = torch.randn(6, 4), torch.randn(3, 4)
-    shared = Head(weight)
+    shared = Head(embedding_of(weight))
     head = OwnHead(shared, 6, 4, False, FP32, CPU)
     give(head, weight.clone())
     assert head.head is shared
@@ -55,7 +60,7 @@ def test_head() -> None:
 
 
 def test_a_copy_may_be_absent_but_a_reduced_head_may_not() -> None:
-    shared = Head(torch.randn(6, 4))
+    shared = Head(embedding_of(torch.randn(6, 4)))
     [optional] = OwnHead(shared, 6, 4, False, FP32, CPU).weights('lm_head').values()
     assert isinstance(optional, Decision)
     assert optional.optional
