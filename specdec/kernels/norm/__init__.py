@@ -8,7 +8,7 @@ _implementation = Implementations(__name__, cuda='triton')
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension: x [..., D], weight [D] -> [..., D] in x's dtype.
+    """Normalise the last dimension: x [..., D], weight [D], in x's dtype or fp32 -> [..., D] in x's dtype.
 
     The mean of squares is taken in fp32; the quotient is rounded to x's dtype, then multiplied by the weight.
     """

@@ -9,5 +9,5 @@ from specdec.kernels.rotary import Rotary
 
 def head_norm_rotary(x: Tensor, weight: Tensor, eps: float, rotary: Rotary) -> Tensor:
     cos, sin = rotary
-    normed = (F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight).float()
+    normed = (F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight).to(x.dtype).float()
     return torch.addcmul(normed * cos, normed.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
