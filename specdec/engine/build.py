@@ -187,7 +187,7 @@ def assemble(
         lengths=pick_length_rule(sources),
     )
     room = CacheRoom(memory.num_pages, memory.page_size, max_batch_size + 1, memory.num_states)
-    caches = Caches.allocate(target.cache_spec(), proposer.cache_spec(), room, device)
+    caches = Caches.allocate(target.cache_spec(num_drafts), proposer.cache_spec(), room, device)
     info = EngineInfo(
         model_name=sources.name,
         folder=str(sources.target_folder),
@@ -433,8 +433,8 @@ def settle_page_size(config: PytorchEngineConfig, target: TargetConfig) -> int:
 
 def cache_specs(target: TargetModel, proposer: Proposer) -> tuple[CacheSpec, ...]:
     """What both models keep."""
-    draft = proposer.cache_spec()
-    return (target.cache_spec(),) if draft is None else (target.cache_spec(), draft)
+    own, draft = target.cache_spec(proposer.num_drafts), proposer.cache_spec()
+    return (own,) if draft is None else (own, draft)
 
 
 def share_memory(

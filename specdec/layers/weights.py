@@ -1,8 +1,17 @@
 """Where a checkpoint tensor goes: what every layer declares and models/weights.py fills."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rearranged:
+    """A checkpoint tensor of `shape` that lies in memory in another order or form; `accept` writes it there."""
+
+    shape: tuple[int, ...]
+    accept: Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +29,6 @@ class Destination:
     def accept(self, tensor: Tensor) -> None:
         part = tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.view.shape[self.dim])
         self.view.copy_(part)
+
+
+Place = Destination | Rearranged

@@ -26,6 +26,8 @@ from specdec.models.configs import DraftConfig, GenerationDefaults, MoeConfig, Q
 from specdec.models.deepseek_v4.config import ARCHITECTURE, DeepseekV4Config, read_deepseek_v4
 from specdec.models.deepseek_v4.tensors import plain_tensors, release_name
 from specdec.models.draft_dialects import check_fit, draft_name, normalise
+from specdec.models.hybrid.config import ARCHITECTURES as HYBRIDS
+from specdec.models.hybrid.config import read_hybrid
 from specdec.models.tensor_table import FLOATS, TensorInfo, account, draft_tensor_shapes, ignored_draft
 
 Progress = Callable[[int, int], None]
@@ -34,7 +36,7 @@ Header = dict[str, TensorInfo]
 SINGLE = 'model.safetensors'
 CALIBRATION = 'specdec.json'
 INDEX = 'model.safetensors.index.json'
-TARGET_ARCHITECTURES = ('Qwen3ForCausalLM', 'Qwen3MoeForCausalLM', ARCHITECTURE)
+TARGET_ARCHITECTURES = ('Qwen3ForCausalLM', 'Qwen3MoeForCausalLM', *HYBRIDS, ARCHITECTURE)
 # Pages of a mapped file count as this process's memory until the mapping closes, so it is closed this often.
 MAPPED_BYTES = 256 << 20
 
@@ -66,6 +68,8 @@ def read_target(folder: Path) -> TargetConfig:
     if architectures[0] == ARCHITECTURE:
         return read_deepseek_v4(reader, tensor_shapes(folder))
     refuse_quantised(reader)
+    if architectures[0] in HYBRIDS:
+        return read_hybrid(reader, architectures[0], tensor_shapes(folder), lambda: _stored_dtype(folder))
     sparse = architectures[0] == 'Qwen3MoeForCausalLM'
     # Only the MoE family defines what an absent head_dim means: transformers then splits the hidden size.
     split = reader.integer('hidden_size') // reader.integer('num_attention_heads') if sparse else None

@@ -6,7 +6,7 @@ as in Hugging Face configs. Next: checkpoint.py for targets, draft_dialects.py f
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +123,16 @@ def pick(key: str, *readers: ConfigReader) -> ConfigReader:
     return found[0] if found else readers[0]
 
 
-def read_decoder(reader: ConfigReader, head_dim: int | None = None, inherited_rope: bool = False) -> DecoderConfig:
-    """The decoder stack. `head_dim` stands in for an absent key (None: an error); `inherited_rope`: see read_rope."""
+def read_decoder(
+    reader: ConfigReader,
+    head_dim: int | None = None,
+    inherited_rope: bool = False,
+    partial_rope: float | None = None,
+    intermediate: int | None = None,
+) -> DecoderConfig:
+    """The decoder stack. `head_dim` and `intermediate` stand in for absent keys (None: an error); the others: see
+    read_rope.
+    """
     if reader.text('hidden_act', 'silu') != 'silu':
         raise reader.error('hidden_act', "only 'silu' is served")
     num_heads = reader.integer('num_attention_heads')
@@ -134,14 +142,14 @@ def read_decoder(reader: ConfigReader, head_dim: int | None = None, inherited_ro
     head_dim = reader.integer('head_dim', REQUIRED if head_dim is None else head_dim)
     if head_dim % 2:
         raise reader.error('head_dim', 'rotary embeddings need an even head size')
-    rope, max_position = read_rope(reader, inherited_rope)
+    rope, max_position = read_rope(reader, inherited_rope, partial_rope)
     return DecoderConfig(
         hidden_size=reader.integer('hidden_size'),
         num_layers=reader.integer('num_hidden_layers'),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        intermediate_size=reader.integer('intermediate_size'),
+        intermediate_size=reader.integer('intermediate_size', REQUIRED if intermediate is None else intermediate),
         rms_norm_eps=float(reader.number('rms_norm_eps')),
         vocab_size=reader.integer('vocab_size'),
         rope=rope,
@@ -150,11 +158,12 @@ def read_decoder(reader: ConfigReader, head_dim: int | None = None, inherited_ro
     )
 
 
-def read_rope(reader: ConfigReader, inherited: bool = False) -> tuple[RopeConfig, int]:
+def read_rope(reader: ConfigReader, inherited: bool = False, partial: float | None = None) -> tuple[RopeConfig, int]:
     """The rotary embedding and the longest position it is meant for, from `rope_parameters` or the older keys.
 
     A missing theta is an error: libraries assume 1e4 or 1e6, and neither is told by the result. `inherited`: the config
-    is a copy of a target's, whose partial_rotary_factor and mrope keys the trained draft never obeyed.
+    is a copy of a target's, whose partial_rotary_factor and mrope keys the trained draft never obeyed. `partial`: the
+    rotated share of a head where the config states none; None: only full rotation is served.
     """
     max_position = reader.integer('max_position_embeddings')
     scaling = _rope_object(reader)
@@ -163,19 +172,23 @@ def read_rope(reader: ConfigReader, inherited: bool = False) -> tuple[RopeConfig
     theta = pick('rope_theta', scaling, reader).number('rope_theta')
     kind_key = 'rope_type' if scaling.has('rope_type') else 'type'
     kind = scaling.text(kind_key, 'default')
-    if inherited and kind == 'mrope':
+    if (inherited or partial is not None) and kind == 'mrope':  # its three axes coincide for text
         kind = 'default'
     if kind not in ROPE_KINDS:
         raise scaling.error(kind_key, f'served here: {", ".join(ROPE_KINDS)}')
+    share = 1.0
     if not inherited:
         place = pick('partial_rotary_factor', scaling, reader)
-        if place.number('partial_rotary_factor', 1.0) != 1.0:
+        share = float(place.number('partial_rotary_factor', 1.0 if partial is None else partial))
+        if partial is None and share != 1.0:
             raise place.error('partial_rotary_factor', 'only full rotation (1.0) is served')
     if kind == 'default':
-        return RopeConfig(theta=float(theta)), max_position
+        return RopeConfig(theta=float(theta), partial=share), max_position
     if kind == 'linear':
-        return RopeConfig(theta=float(theta), kind='linear', factor=float(scaling.number('factor'))), max_position
-    return _read_yarn(scaling, reader, float(theta), max_position)
+        factor = float(scaling.number('factor'))
+        return RopeConfig(theta=float(theta), kind='linear', factor=factor, partial=share), max_position
+    rope, max_position = _read_yarn(scaling, reader, float(theta), max_position)
+    return replace(rope, partial=share), max_position
 
 
 def _read_yarn(scaling: ConfigReader, reader: ConfigReader, theta: float, max_position: int) -> tuple[RopeConfig, int]:

@@ -6,6 +6,7 @@ Everything downstream (layers, models, memory plan) sees these dataclasses and n
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
+from specdec.kernels.gated_delta_rule import DeltaHeads
 from specdec.layers.rotary import RopeConfig
 
 
@@ -28,13 +29,17 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """Routed experts in place of the dense MLP, in the layers where `sparse_layers` is True."""
+    """Routed experts in place of the dense MLP, in the layers where `sparse_layers` is True.
+
+    `shared_size`: width of an expert that every token has, behind a gate; None without one.
+    """
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
     norm_topk: bool
     sparse_layers: tuple[bool, ...]
+    shared_size: int | None = None
 
 
 class TargetConfig(Protocol):
@@ -86,6 +91,47 @@ class Qwen3Config:
     tie_embeddings: bool
     dtype: str  # of the file: 'float32', 'bfloat16' or 'float16'
     moe: MoeConfig | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        return self.decoder.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.decoder.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.decoder.num_layers
+
+    @property
+    def max_position(self) -> int:
+        return self.decoder.max_position
+
+
+@dataclass(frozen=True, slots=True)
+class HybridConfig:
+    """A target that mixes gated attention with the gated delta rule: Qwen3.5, dense or with experts, and Qwen3-Next.
+
+    `attends[l]`: layer l is one of attention. `heads`, `conv_width`: those of the other layers. `fused_inputs`: their
+    projections are two tensors, interleaved by key head, instead of four. `prefix`: in front of the tensors' names.
+    `stacked_experts`: the file holds a layer's experts as one tensor.
+    """
+
+    page_size: ClassVar[int] = 64
+    page_multiple: ClassVar[int] = 1
+
+    architecture: str
+    decoder: DecoderConfig
+    attends: tuple[bool, ...]
+    heads: DeltaHeads
+    conv_width: int
+    tie_embeddings: bool
+    dtype: str
+    moe: MoeConfig | None = None
+    fused_inputs: bool = False
+    prefix: str = 'model'
+    stacked_experts: bool = False
 
     @property
     def hidden_size(self) -> int:

@@ -52,7 +52,7 @@ class Qwen3Target:
         self.head = Head(self.head_table or self.embedding)
         self.rotary = rotary_table(decoder.rope, decoder.head_dim, positions, device)
 
-    def cache_spec(self) -> PagedSpec:
+    def cache_spec(self, _num_drafts: int = 0) -> PagedSpec:
         layer = self.layers[0]
         return PagedSpec('target', self.num_layers, layer.num_kv_heads, layer.head_dim, self.dtype)
 

@@ -4,6 +4,7 @@ A target declares its weights and its caches, and is handed what its spec alloca
 sampling or drafts. Taps are an output it declares: the residual stream after the layers that the draft asked for.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from specdec.kernels.paged_attention import RowLayout
 from specdec.layers.cache_specs import CacheSpec
 from specdec.layers.embedding import Head, VocabEmbedding
-from specdec.layers.weights import Destination
+from specdec.layers.weights import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,9 @@ class TargetModel(Protocol):
     embedding: VocabEmbedding
     head: Head
 
-    def cache_spec(self) -> CacheSpec: ...
+    def cache_spec(self, num_drafts: int = 0, /) -> CacheSpec:
+        """What it keeps where steps verify up to `num_drafts` drafts (K)."""
 
-    def weights(self) -> dict[str, Destination]: ...
+    def weights(self) -> Mapping[str, Place]: ...
 
     def forward(self, rows: Rows, cache: Any) -> TargetOutput: ...

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from specdec.errors import CheckpointError
-from specdec.models.configs import DecoderConfig, DraftConfig, Qwen3Config, TargetConfig
+from specdec.models.configs import DecoderConfig, DraftConfig, HybridConfig, Qwen3Config, TargetConfig
 from specdec.models.weights import listed
 
 Shape = tuple[int, ...]
@@ -89,7 +89,7 @@ def account(found: Mapping[str, TensorInfo], implied: Mapping[str, Shape], ignor
 
 def ignored_target(config: TargetConfig) -> tuple[str, ...]:
     """Known noise in a target's files; a tied head may be stored once more and is the embedding all the same."""
-    tied = isinstance(config, Qwen3Config) and config.tie_embeddings
+    tied = isinstance(config, Qwen3Config | HybridConfig) and config.tie_embeddings
     return (*IGNORED_TARGET, r'lm_head\.weight') if tied else IGNORED_TARGET
 
 

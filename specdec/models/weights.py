@@ -1,6 +1,6 @@
 """Weights from (name, tensor) pairs into the modules' memory, and the account of what was used.
 
-A module declares where each checkpoint tensor goes (`weights()` -> name: Destination). A WeightLoader is fed any number
+A module declares where each checkpoint tensor goes (`weights()` -> name: Place). A WeightLoader is fed any number
 of times, in any order, one tensor at a time, so that loading needs the model's own memory and one tensor more; `finish`
 fails by name on anything missing, unexpected, doubled or misshapen. Next: models/checkpoint.py, where pairs come from.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from specdec.errors import CheckpointError
-from specdec.layers.weights import Destination
+from specdec.layers.weights import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Decision:
 class WeightLoader:
     """Feeds `destinations` and keeps the account. `ignore` are regular expressions for names that are known noise."""
 
-    destinations: Mapping[str, Destination | Decision]
+    destinations: Mapping[str, Place | Decision]
     ignore: tuple[str, ...] = ()
     where: str = 'checkpoint'
     used: set[str] = field(default_factory=set)

@@ -159,7 +159,8 @@ class PagedRequests:
             page_size=self.page_size,
         )
         ids = torch.tensor([i for p in pieces for i in p.ids])
-        return Rows(ids, positions, cache_slots(table, requests, positions, self.page_size), contexts, layout)
+        slots = torch.tensor([1 + p.request for p in pieces])
+        return Rows(ids, positions, cache_slots(table, requests, positions, self.page_size), slots, layout)
 
     def commit(self, request: int, count: int) -> None:
         self.lengths[request] += count

@@ -50,7 +50,7 @@ class DeepseekV4Target:
             PairRotary(config.compress_rope, config.rope_dim, device),
         )
 
-    def cache_spec(self) -> DeepseekV4CacheSpec:
+    def cache_spec(self, _num_drafts: int = 0) -> DeepseekV4CacheSpec:
         """With rings for as many verified drafts as a block of the checkpoint's heads has, used or not."""
         draft = self.config.draft
         return DeepseekV4CacheSpec(self.config, draft.block_rows if draft else 0, self.dtype)
