@@ -18,12 +18,21 @@ from rich.table import Table
 
 from specdec.errors import ConfigError
 from specdec.models.checkpoint import looks_like_draft, parse_draft, read_target, tensor_shapes
-from specdec.models.configs import DecoderConfig, DraftConfig, LayerRule, Qwen3Config, TargetConfig
+from specdec.models.configs import (
+    DecoderConfig,
+    DraftConfig,
+    HybridConfig,
+    LayerRule,
+    MoeConfig,
+    Qwen3Config,
+    TargetConfig,
+)
 from specdec.models.deepseek_v4.config import DeepseekV4Config
 from specdec.models.deepseek_v4.target import implied_shapes
 from specdec.models.deepseek_v4.tensors import plain_shapes
 from specdec.models.draft_dialects import check_fit
 from specdec.models.hub import resolve_model
+from specdec.models.hybrid.target import implied_shapes as hybrid_shapes
 from specdec.models.tensor_table import (
     Shape,
     TensorAccount,
@@ -113,6 +122,8 @@ def account_target(folder: Path, config: TargetConfig) -> TensorAccount:
     found = tensor_shapes(folder)
     if isinstance(config, DeepseekV4Config):
         return account(plain_shapes(found), implied_shapes(config), ignored_target(config))
+    if isinstance(config, HybridConfig):
+        return account(found, hybrid_shapes(config), ignored_target(config))
     assert isinstance(config, Qwen3Config), 'every kind of target has its table'
     return account(found, target_tensor_shapes(config), ignored_target(config))
 
@@ -177,6 +188,8 @@ def describe(config: TargetConfig | DraftConfig) -> Rows:
         return describe_draft(config)
     if isinstance(config, DeepseekV4Config):
         return describe_deepseek_v4(config)
+    if isinstance(config, HybridConfig):
+        return describe_hybrid(config)
     assert isinstance(config, Qwen3Config), 'every kind of target has its words'
     return describe_target(config)
 
@@ -223,19 +236,42 @@ def describe_target(config: Qwen3Config) -> Rows:
     moe = config.moe
     rows = [('kind', f'target, {config.architecture}'), *_describe_decoder(config.decoder, config.dtype)]
     if moe is not None:
-        rows.append(
-            (
-                'experts',
-                f'{moe.num_experts} of size {moe.intermediate_size}, {moe.experts_per_token} per token'
-                f'{", weights renormalised" if moe.norm_topk else ""}, in {sum(moe.sparse_layers)} layers',
-            )
-        )
+        rows.append(('experts', _describe_experts(moe)))
     rules = tuple(LayerRule(causal=True, window=window) for window in config.windows)
     return [
         *rows,
         ('attention', _describe_rules(rules)),
         ('head', 'the embedding (tied)' if config.tie_embeddings else 'its own'),
     ]
+
+
+def describe_hybrid(config: HybridConfig) -> Rows:
+    """Its config in words, with what a request's state takes."""
+    decoder, heads, moe = config.decoder, config.heads, config.moe
+    rows = [('kind', f'target, {config.architecture}'), *_describe_decoder(decoder, config.dtype)]
+    if moe is not None:
+        rows.append(('experts', _describe_experts(moe)))
+    attending = sum(config.attends)
+    state = heads.value_heads * heads.key_dim * heads.value_dim * 4 * (config.num_layers - attending)
+    return [
+        *rows,
+        ('attention', f'gated, in {attending} layers; {decoder.rope.partial:.0%} of each head is rotated'),
+        (
+            'recurrence',
+            f'gated delta rule in {config.num_layers - attending} layers: {heads.key_heads} key heads of '
+            f'{heads.key_dim}, {heads.value_heads} value heads of {heads.value_dim}, convolution over '
+            f'{config.conv_width} rows; {state / 2**20:.1f} MiB of state per request',
+        ),
+        ('head', 'the embedding (tied)' if config.tie_embeddings else 'its own'),
+    ]
+
+
+def _describe_experts(moe: MoeConfig) -> str:
+    shared = '' if moe.shared_size is None else f' and a gated shared one of size {moe.shared_size}'
+    return (
+        f'{moe.num_experts} of size {moe.intermediate_size}, {moe.experts_per_token} per token{shared}'
+        f'{", weights renormalised" if moe.norm_topk else ""}, in {sum(moe.sparse_layers)} layers'
+    )
 
 
 def describe_draft(config: DraftConfig) -> Rows:
