@@ -88,7 +88,7 @@ class HybridTarget:
             if config.tie_embeddings
             else VocabEmbedding(decoder.vocab_size, decoder.hidden_size, group, dtype, device)
         )
-        self.head = Head((self.head_table or self.embedding).weight)
+        self.head = Head(self.head_table or self.embedding)
         self.rotary = rotary_table(decoder.rope, decoder.head_dim, positions, device)
 
     def cache_spec(self, num_drafts: int = 0) -> HybridSpec:
