@@ -37,13 +37,20 @@ class VocabEmbedding:
         same = torch.equal(theirs[self.start : self.start + len(mine)], mine)
         return bool(self.group.smallest(int(same), self.weight.device))
 
+    def gather(self, columns: Tensor) -> Tensor:
+        """Something of each of this rank's rows [..., n] -> of every row [..., V]."""
+        if self.group.size == 1:
+            return columns
+        each = -(-self.vocabulary // self.group.size)
+        return self.group.all_gather(F.pad(columns, (0, each - columns.shape[-1])))[..., : self.vocabulary]
+
     def weights(self, name: str) -> dict[str, Destination]:
         shape = (self.vocabulary, self.weight.shape[1])
         return {f'{name}.weight': Destination(self.weight, shape, 0, self.start)}
 
 
 class Table:
-    """ids [...] -> rows [..., H] of a whole table [V, H] that somebody else owns."""
+    """ids [...] -> rows [..., H] of a whole table [V, H] that nobody shares out."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -51,21 +58,20 @@ class Table:
     def __call__(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight)
 
+    def equals(self, theirs: Tensor) -> bool:
+        """Whether a table [V, H] is this one, judged in its dtype."""
+        mine = self.weight.to(dtype=theirs.dtype, device=theirs.device)
+        return theirs.shape == mine.shape and torch.equal(theirs, mine)
+
+    def gather(self, columns: Tensor) -> Tensor:
+        return columns
+
 
 class Head:
-    """hidden [..., H] -> logits [..., V] fp32, on every rank. A tied head is given the embedding's table.
+    """hidden [..., H] -> logits [..., V] fp32, on every rank, by the rows of a table; a tied one is the embedding's."""
 
-    `table`: rows of the vocabulary, this rank's share of them; or the whole matrix [V, H], if it is not shared out.
-    """
-
-    def __init__(self, table: VocabEmbedding | Tensor) -> None:
-        self.table = table if isinstance(table, VocabEmbedding) else None
-        self.weight = table.weight if isinstance(table, VocabEmbedding) else table
+    def __init__(self, table: VocabEmbedding | Table) -> None:
+        self.table, self.weight = table, table.weight
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits = head_logits(hidden, self.weight)
-        if self.table is None or self.table.group.size == 1:
-            return logits
-        group, vocabulary = self.table.group, self.table.vocabulary
-        each = -(-vocabulary // group.size)
-        return group.all_gather(F.pad(logits, (0, each - logits.shape[-1])))[..., :vocabulary]
+        return self.table.gather(head_logits(hidden, self.weight))

@@ -151,7 +151,7 @@ def load_draft(config: DraftingConfig, target: nn.Module, group: ParallelGroup, 
             raise ConfigError(field, tuple(weight.shape), f'a draft needs the whole of it, {(vocabulary, hidden)}')
     folder = Path(config.model)
     draft = BlockDraft(
-        config.draft, Table(embedding), Head(head), config.positions, group, config.model_config.dtype, device
+        config.draft, Table(embedding), Head(Table(head)), config.positions, group, config.model_config.dtype, device
     )
     loader = WeightLoader(draft.weights(), ignored_draft(config.draft), str(folder))
     loader.load(draft_tensors(folder))

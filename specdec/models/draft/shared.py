@@ -38,11 +38,10 @@ class OwnHead:
     def __init__(
         self, shared: Head, vocabulary: int, size: int, reduced: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        assert shared.table is not None, "a target's head has a table"
         self.shared, self.shape, self.dtype, self.device = shared.table, (vocabulary, size), dtype, device
         self.head = shared
         if reduced:
-            self.head = Head(torch.empty(self.shape, dtype=dtype, device=device))
+            self.head = Head(Table(torch.empty(self.shape, dtype=dtype, device=device)))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return self.head(hidden.to(self.head.weight.dtype))
@@ -54,4 +53,4 @@ class OwnHead:
 
     def _decide(self, tensor: Tensor) -> None:
         if not self.shared.equals(tensor):
-            self.head = Head(tensor.to(dtype=self.dtype, device=self.device))
+            self.head = Head(Table(tensor.to(dtype=self.dtype, device=self.device)))
