@@ -14,13 +14,19 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
-from specdec.kernels.moe import route_top_k
+from specdec.kernels.compressor import Entries
+from specdec.kernels.indexer import choose_entries
+from specdec.kernels.indexer.ref import scores
+from specdec.kernels.moe import route_sqrt_softplus, route_top_k
 from specdec.kernels.noise import gumbel
 from specdec.kernels.paged_attention import RowLayout
 from specdec.layers import moe
 from specdec.layers.cache_specs import CacheRoom
 from specdec.messages import SamplingParams
+from specdec.models.deepseek_v4 import compressor as deepseek_v4_compressor
+from specdec.models.deepseek_v4 import moe as deepseek_v4_moe
 from specdec.models.target import Rows, TargetOutput
 from tests.helpers.engines import PAGE, Models, Outcome, Settings, generate, make_engine, request
 
@@ -33,7 +39,9 @@ REFERENCE_PAGE = 16
 # -------------------------------------------------------------------------------------------- a plain forward
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Logits [T, V] of a text in one forward, and the closest router decision of each row and those before it [T]."""
+    """Logits [T, V] of a text in one forward, and the closest choice of experts or of a layer's entries that each row
+    and those before it met [T].
+    """
 
     logits: Tensor
     router_margins: Tensor
@@ -42,12 +50,33 @@ class Reference:
 def reference(models: Models, text: Sequence[int]) -> Reference:
     margins = torch.full((len(text),), float('inf'))
 
+    def note(values: Tensor, k: int) -> None:
+        if k < values.shape[1]:
+            ranked = values.sort(-1, descending=True).values
+            gaps = torch.where(ranked[:, k].isfinite(), ranked[:, k - 1] - ranked[:, k], float('inf'))
+            torch.minimum(margins, gaps, out=margins)
+
     def watched(logits: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        ranked = logits.softmax(-1).sort(-1, descending=True).values
-        torch.minimum(margins, ranked[:, k - 1] - ranked[:, k], out=margins)
+        note(logits.softmax(-1), k)
         return route_top_k(logits, k, renormalise)
 
-    with mock.patch.object(moe, 'route_top_k', watched), torch.inference_mode():
+    def watched_v4(
+        logits: Tensor, bias: Tensor | None, experts: Tensor | None, k: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        if bias is not None:
+            note(softplus(logits).sqrt() + bias, k)
+        return route_sqrt_softplus(logits, bias, experts, k, scale)
+
+    def watched_entries(queries: Tensor, weights: Tensor, pages: Tensor, entries: Entries, k: int) -> Entries:
+        note(scores(queries, weights, pages, entries), k)
+        return choose_entries(queries, weights, pages, entries, k)
+
+    with (
+        mock.patch.object(moe, 'route_top_k', watched),
+        mock.patch.object(deepseek_v4_moe, 'route_sqrt_softplus', watched_v4),
+        mock.patch.object(deepseek_v4_compressor, 'choose_entries', watched_entries),
+        torch.inference_mode(),
+    ):
         logits = models.target.head(forward(models, text).hidden)
     return Reference(logits, margins.cummin(0).values)
 

@@ -50,10 +50,9 @@ class DeepseekV4Target:
             PairRotary(config.compress_rope, config.rope_dim, device),
         )
 
-    def cache_spec(self, _num_drafts: int = 0) -> DeepseekV4CacheSpec:
-        """With rings for as many verified drafts as a block of the checkpoint's heads has, used or not."""
-        draft = self.config.draft
-        return DeepseekV4CacheSpec(self.config, draft.block_rows if draft else 0, self.dtype)
+    def cache_spec(self, num_drafts: int = 0) -> DeepseekV4CacheSpec:
+        """Rings with room for `num_drafts` rows that may turn out rejected."""
+        return DeepseekV4CacheSpec(self.config, num_drafts, self.dtype)
 
     def weights(self) -> dict[str, Destination]:
         found = self.embedding.weights('embed') | self.head_table.weights('head')

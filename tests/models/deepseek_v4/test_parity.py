@@ -77,6 +77,26 @@ def test_verify_steps_with_rejected_tails(case: Case, target: DeepseekV4Target, 
             lengths[request] = start + right
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('num_drafts', [2, 5, 7])
+@pytest.mark.parametrize('prefill', [*range(123, 135), *range(251, 263)])
+def test_around_every_boundary(case: Case, target: DeepseekV4Target, num_drafts: int, prefill: int):
+    """Prompts that end near a multiple of 4 and of 128, then 30 tokens with random tails, in random chunks before."""
+    generator = torch.Generator().manual_seed(1000 * num_drafts + prefill)
+    steps, length = v4.Steps(target, num_drafts, 1, 3), 0
+    while length < prefill:
+        size = min(draw(generator, 1, 140), prefill - length)
+        steps(chunks=[part(case, 0, length, size)])
+        length += size
+    while length < prefill + 30:
+        ids = case.ids[0, length : length + num_drafts + 1].clone()
+        right = draw(generator, 1, num_drafts + 1)
+        ids[right:] = torch.randint(2, v4.VOCABULARY, ids[right:].shape, generator=generator)
+        ((logits, taps),) = steps(decodes=[(0, length, ids)])
+        check(case, 0, length, (logits[:right], taps[:right]))
+        length += right
+
+
 def test_chunks_and_verify_steps_together(case: Case, target: DeepseekV4Target):
     """A prompt arrives in chunks while another request decodes with wrong drafts, padding rows behind both."""
     generator = torch.Generator().manual_seed(4)
