@@ -82,7 +82,7 @@ def calibrate(
 
     Writes specdec.json into the draft's folder, which loading then reads; config.json is left alone.
 
-    Try it: specdec calibrate demo demo demo --output /tmp/specdec.json
+    Try it: specdec calibrate demo demo demo --output specdec.json
     """
     if plot is not None:
         _pyplot()  # refuse before the work starts

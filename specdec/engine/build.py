@@ -362,7 +362,11 @@ def load_models(
     taps = () if sources.draft is None else sources.draft.taps
     target = TARGETS[sources.target.architecture](sources.target, taps, positions, group, dtype, device)
     loader = WeightLoader(target.weights(), ignored_target(sources.target), str(sources.target_folder))
-    loader.load(target_tensors(sources.target_folder, sources.target, _named(progress, 'target'), loader.destinations))
+    loader.load(
+        target_tensors(
+            sources.target_folder, sources.target, _named(progress, 'target'), loader.destinations, loader.part
+        )
+    )
     loader.finish()
     meet()
     if sources.draft is None or sources.draft_folder is None:

@@ -26,9 +26,17 @@ class Destination:
     dim: int | None = None
     start: int = 0
 
+    @property
+    def part(self) -> tuple[slice, ...] | None:
+        """What this rank holds of the tensor, as an index; None: all of it."""
+        if self.dim is None or self.view.shape[self.dim] == self.shape[self.dim]:
+            return None
+        return (slice(None),) * self.dim + (slice(self.start, self.start + self.view.shape[self.dim]),)
+
     def accept(self, tensor: Tensor) -> None:
-        part = tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.view.shape[self.dim])
-        self.view.copy_(part)
+        """The whole tensor, or this rank's part of it."""
+        part = self.part
+        self.view.copy_(tensor if part is None or tensor.shape == self.view.shape else tensor[part])
 
 
 Place = Destination | Rearranged

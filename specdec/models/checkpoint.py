@@ -31,6 +31,7 @@ from specdec.models.hybrid.config import read_hybrid
 from specdec.models.tensor_table import FLOATS, TensorInfo, account, draft_tensor_shapes, ignored_draft
 
 Progress = Callable[[int, int], None]
+Part = Callable[[str, tuple[int, ...]], tuple[slice, ...] | None]
 Header = dict[str, TensorInfo]
 
 SINGLE = 'model.safetensors'
@@ -153,12 +154,15 @@ def tensor_shapes(folder: Path) -> dict[str, TensorInfo]:
 
 
 def tensors(
-    folder: Path, progress: Progress | None = None, wanted: Callable[[str], bool] | None = None
+    folder: Path,
+    progress: Progress | None = None,
+    wanted: Callable[[str], bool] | None = None,
+    part: Part | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) for every tensor in the folder, on the CPU, in the file's dtype, one at a time.
 
-    `wanted` leaves the others unread. `progress(done, total)` is called in bytes after each tensor. Headers are all
-    checked before the first tensor.
+    `wanted` leaves the others unread; `part`(name, shape): the index that is to be read of one, None for all of it.
+    `progress(done, total)` is called in bytes after each tensor. Headers are all checked before the first tensor.
     """
     headers = {
         path: {name: info for name, info in header.items() if wanted is None or wanted(name)}
@@ -170,22 +174,27 @@ def tensors(
         for names in _portions(header):
             with _opened(path) as file:
                 for name in names:
-                    yield name, file.get_tensor(name)
+                    index = None if part is None else part(name, header[name].shape)
+                    yield name, file.get_tensor(name) if index is None else file.get_slice(name)[index]
                     done += header[name].num_bytes
                     if progress is not None:
                         progress(done, total)
 
 
 def target_tensors(
-    folder: Path, config: TargetConfig, progress: Progress | None = None, taken: Container[str] = ()
+    folder: Path,
+    config: TargetConfig,
+    progress: Progress | None = None,
+    taken: Container[str] = (),
+    part: Part | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """What the target's modules take, under the names that they know; `taken`: those names, where packed weights are
-    told from others by their scales.
+    told from others by their scales; `part` as for tensors, where weights are stored as they are used.
     """
     if isinstance(config, DeepseekV4Config):
         pairs = tensors(folder, progress, lambda name: not _bundled(name))
         return plain_tensors(pairs, tensor_shapes(folder), taken)
-    return tensors(folder, progress)
+    return tensors(folder, progress, part=part)
 
 
 def bundled_tensors(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from specdec.errors import CheckpointError
-from specdec.layers.weights import Place
+from specdec.layers.weights import Destination, Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,19 @@ class WeightLoader:
             return
         if name in self.used:
             raise CheckpointError(name, self.where, 'this tensor appears twice in the checkpoint')
-        if tuple(tensor.shape) != destination.shape:
+        partial = isinstance(destination, Destination) and destination.part is not None
+        if tuple(tensor.shape) != destination.shape and not (partial and tensor.shape == destination.view.shape):
             raise CheckpointError(
                 name, tuple(tensor.shape), f'config.json implies shape {destination.shape} ({self.where})'
             )
         destination.accept(tensor)
         self.used.add(name)
+
+    def part(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
+        """What has to be read of a tensor of this shape, as an index; None: all of it."""
+        destination = self.destinations.get(name)
+        fits = isinstance(destination, Destination) and destination.shape == shape
+        return destination.part if fits else None
 
     def missing(self) -> list[str]:
         optional = {n for n, d in self.destinations.items() if isinstance(d, Decision) and d.optional}

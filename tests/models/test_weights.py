@@ -1,10 +1,13 @@
 import re
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from specdec.errors import CheckpointError
 from specdec.layers.weights import Destination
+from specdec.models.checkpoint import tensors
 from specdec.models.weights import Decision, WeightLoader, listed
 
 
@@ -74,3 +77,28 @@ def test_a_decision_sees_its_tensor_and_may_lack_it():
 def test_long_lists_are_cut():
     assert listed(list('abcdefg')) == 'a, b, c, d, e and 2 more'
     assert listed(['a']) == 'a'
+
+
+def test_a_rank_reads_its_part_of_a_file(tmp_path: Path) -> None:
+    """Rows and columns of sharded tensors, the others whole; a tensor of another shape is read whole, and refused."""
+    stored = {'rows': torch.arange(24.0).view(8, 3), 'columns': torch.arange(24.0).view(3, 8), 'whole': torch.ones(3)}
+    save_file(stored, tmp_path / 'model.safetensors')
+    places = {
+        'rows': Destination(torch.zeros(2, 3), (8, 3), 0, 4),
+        'columns': Destination(torch.zeros(3, 2), (3, 8), 1, 6),
+        'whole': Destination(torch.zeros(3), (3,)),
+    }
+    loader = WeightLoader(places)
+    read = dict(tensors(tmp_path, part=loader.part))
+    assert {name: tuple(tensor.shape) for name, tensor in read.items()} == {
+        'rows': (2, 3),
+        'columns': (3, 2),
+        'whole': (3,),
+    }
+    loader.load(read.items())
+    loader.finish()
+    assert torch.equal(places['rows'].view, stored['rows'][4:6])
+    assert torch.equal(places['columns'].view, stored['columns'][:, 6:])
+    wrong = WeightLoader({'rows': Destination(torch.zeros(2, 3), (9, 3), 0, 4)}, ('columns', 'whole'))
+    with pytest.raises(CheckpointError, match='implies shape'):
+        wrong.load(tensors(tmp_path, part=wrong.part))
