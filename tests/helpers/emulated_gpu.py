@@ -20,6 +20,7 @@ from specdec.plan import StepPlan
 OPERATORS = (
     'linear', 'norm', 'rotary', 'kv_cache', 'paged_attention', 'block_attention', 'markov', 'moe', 'pick',
     'logit_rules', 'filter_threshold', 'sink_attention', 'indexer', 'hyper_connections',
+    'causal_conv1d', 'gated_delta_rule', 'gates',
 )  # fmt: skip
 
 

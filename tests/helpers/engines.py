@@ -115,7 +115,8 @@ def _table_heads(weights: tiny.Tensors, kind: str, target: Path, kept: Any) -> t
     """Markov weights that say what the target would without any context; a tanh bends the rnn's a little."""
     theirs = load_file(target / 'model.safetensors')
     embedding = theirs['model.embed_tokens.weight']
-    normed = torch.nn.functional.rms_norm(embedding, embedding.shape[-1:], theirs['model.norm.weight'])
+    scale = theirs['model.norm.weight'] + any('.linear_attn.' in name for name in theirs)  # hybrids store w of 1 + w
+    normed = torch.nn.functional.rms_norm(embedding, embedding.shape[-1:], scale)
     table = theirs.get('lm_head.weight', embedding)
     found = {
         'norm.weight': weights['norm.weight'] * 0.2,  # base logits are noise here: keep them below the table's

@@ -17,6 +17,8 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from tests.helpers import checkpoints as tiny
+
 SMALL = {
     'vocab_size': 101,
     'hidden_size': 32,
@@ -76,6 +78,33 @@ def random_hybrid(kind: str = 'dense', seed: int = 0, **changes: Any) -> Any:
             else:
                 parameter.copy_(noise * (0.5 if 'embed' in name else parameter.shape[-1] ** -0.5))
     return model
+
+
+ENGINE = {
+    'vocab_size': tiny.VOCABULARY,
+    'hidden_size': tiny.HIDDEN,
+    'num_hidden_layers': tiny.TARGET_LAYERS,
+    'head_dim': 8,
+    'layer_types': ['linear_attention', 'linear_attention', 'full_attention'] * 2,
+    'eos_token_id': 48,
+}
+SHARES = {'down_proj': 0.2, 'o_proj': 0.4, 'out_proj': 0.5}
+
+
+def write_for_engines(folder: Path, kind: str = 'dense', seed: int = 4, **changes: Any) -> Path:
+    """A target of the size that the drafts of tests/helpers/engines.py are made for, and as much of a table as theirs."""
+    model = random_hybrid(kind, seed, **{**ENGINE, **changes})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if 'embed' in name:
+                parameter.mul_(2)
+            if name == 'lm_head.weight':
+                parameter.mul_(3)
+            for part, share in SHARES.items():
+                if part in name:
+                    parameter.mul_(share)
+    model.save_pretrained(folder)
+    return folder
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> None:
