@@ -92,7 +92,7 @@ SHARES = {'down_proj': 0.2, 'o_proj': 0.4, 'out_proj': 0.5}
 
 
 def write_for_engines(folder: Path, kind: str = 'dense', seed: int = 4, **changes: Any) -> Path:
-    """A target of the size that the drafts of tests/helpers/engines.py are made for, and as much of a table as theirs."""
+    """A target of the size that drafts of tests/helpers/engines.py are made for, and as much of a table as theirs."""
     model = random_hybrid(kind, seed, **{**ENGINE, **changes})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
