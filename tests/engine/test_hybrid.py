@@ -248,7 +248,7 @@ def test_states_and_texts_under_any_acceptance(family: Family, ledger: Ledger, w
 
 
 def test_three_hundred_tokens(family: Family, ledger: Ledger, watch: Watch):
-    """Accepted 0 to K in every order of two: text, and state behind every step."""
+    """Accepted 0 to K in mixed orders: text, and state behind every step."""
     models, prompt = family.models(), prompt_ids(29, 5)
     text = ledger.plain(models, prompt, 300).text
     watch.learn(text)
