@@ -135,6 +135,8 @@ def build_on(
     """One rank's models, memory and engine. `ranks`: the others, if this one leads them; `meet`: waits for all."""
     if group.size > 1 and device.type == 'cpu':
         torch.set_num_threads(max(torch.get_num_threads() // group.size, 1))
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)  # where kernels are launched
     session_limit = session_len_limit(config, sources.target)
     target, proposer = load_models(sources, config, session_limit, device, progress, group, meet)
     specs = cache_specs(target, proposer)
