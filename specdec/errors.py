@@ -54,5 +54,8 @@ class EngineError(SpecdecError):
 
 
 def _short(value: Any, limit: int = 120) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        text = f'a very large {type(value).__name__}'
     return text if len(text) <= limit else text[: limit - 3] + '...'

@@ -260,6 +260,28 @@ _GENERATION_DEFAULT_ONLY = (
 )  # fmt: skip
 
 
+# numbers that reach the device as float32: a logit divided by less than 0.01 might leave its range
+_RANGES = {
+    'temperature': (0.0, 2.0),
+    'top_p': (0.0, 1.0),
+    'min_p': (0.0, 1.0),
+    'repetition_penalty': (0.01, 10.0),
+    'presence_penalty': (-2.0, 2.0),
+    'frequency_penalty': (-2.0, 2.0),
+    'logit_bias': (-100.0, 100.0),  # each value
+}
+
+
+def check_generation_number(name: str, value: Any) -> None:
+    """RequestError unless the setting `name` may have this value."""
+    _number(name, value, RequestError)
+    low, high = _RANGES[name]
+    if not low <= value <= high:
+        raise RequestError(name, value, f'must lie in [{low:g}, {high:g}]')
+    if name == 'top_p' and value == 0:
+        raise RequestError(name, value, 'must be above 0; for greedy decoding set do_sample=False')
+
+
 def _generation_ranges(c: GenerationConfig) -> None:
     if c.max_new_tokens is not None:
         _at_least('max_new_tokens', c.max_new_tokens, 1, RequestError)
@@ -270,18 +292,8 @@ def _generation_ranges(c: GenerationConfig) -> None:
     _at_least('n', c.n, 1, RequestError)
     if c.n > MAX_CHOICES:
         raise RequestError('n', c.n, f'at most {MAX_CHOICES}')
-    for name, low, high in (
-        ('top_p', 0.0, 1.0), ('min_p', 0.0, 1.0), ('temperature', 0.0, 2.0), ('repetition_penalty', 0.0, 10.0),
-        ('presence_penalty', -2.0, 2.0), ('frequency_penalty', -2.0, 2.0),
-    ):  # fmt: skip
-        value = getattr(c, name)
-        _number(name, value, RequestError)
-        if not low <= value <= high:
-            raise RequestError(name, value, f'must lie in [{low:g}, {high:g}]')
-    if c.top_p == 0:
-        raise RequestError('top_p', c.top_p, 'must be above 0; for greedy decoding set do_sample=False')
-    if c.repetition_penalty == 0:
-        raise RequestError('repetition_penalty', c.repetition_penalty, 'must be above 0; 1 penalises nothing')
+    for name in ('top_p', 'min_p', 'temperature', 'repetition_penalty', 'presence_penalty', 'frequency_penalty'):
+        check_generation_number(name, getattr(c, name))
     _at_least('top_k', c.top_k, 0, RequestError)
     if c.random_seed is not None:
         _integer('random_seed', c.random_seed, RequestError)
@@ -340,9 +352,7 @@ def _logit_bias(bias: dict[int, float] | None) -> None:
         raise RequestError('logit_bias', f'{len(bias)} entries', f'at most {MAX_LOGIT_BIAS}')
     for token_id, value in bias.items():
         _integer('logit_bias', token_id, RequestError)
-        _number('logit_bias', value, RequestError)
-        if not -100 <= value <= 100:
-            raise RequestError('logit_bias', value, 'each must lie in [-100, 100]')
+        check_generation_number('logit_bias', value)
 
 
 def _token_ids(name: str, ids: list[int] | None, limit: int) -> None:
@@ -601,7 +611,9 @@ def _integer(name: str, value: Any, error: type = ConfigError) -> None:
 
 
 def _number(name: str, value: Any, error: type = ConfigError) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # an integer is finite, and may be too large for isfinite
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise error(name, value, 'must be a finite number')
 
 

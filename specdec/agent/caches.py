@@ -11,6 +11,7 @@ from specdec.errors import ConfigError
 from specdec.layers.cache_specs import CacheRoom, CacheSpec, SlotCache
 from specdec.plan import StepPlan
 
+USUAL_PAGE_SIZE = 64  # tokens; a page of so few that it never is what fills the memory
 STATE_SHARE = 0.1  # of the cache memory, for copies of what is kept by slot
 
 
@@ -61,13 +62,17 @@ def plan_memory(
     num_pages: int,
     state_bytes: int = 0,
     num_states: int | None = None,
+    max_batch_size: int = 0,
 ) -> MemoryPlan:
     """Pages from `share` of the free bytes without `state_bytes`, but no more than `wanted_tokens` need (0 = no bound).
 
     `num_pages` > 0 overrides both. `num_states`: copies of what is kept by slot, none where nothing is; None: as many
-    as STATE_SHARE of those bytes hold; never more than pages. ConfigError if not even one page beside the scratch page
-    fits.
+    as STATE_SHARE of those bytes hold; never more than pages. ConfigError names the setting that asks for more than
+    there is, or too little for one page beside the scratch page.
     """
+    if state_bytes >= free_bytes:
+        remedy = f'the slots of so many requests take {state_bytes} bytes of {free_bytes} free ones; lower it'
+        raise ConfigError('max_batch_size', max_batch_size, remedy)
     bytes_per_state = sum(spec.bytes_per_state for spec in specs)
     room = int((free_bytes - state_bytes) * share)
     states = 0
@@ -76,17 +81,38 @@ def plan_memory(
         states = max(states, 0)
     per_token = {spec.name: spec.bytes_per_token for spec in specs}
     each = page_bytes(page_size, per_token)
-    count = num_pages + 1 if num_pages else (room - states * bytes_per_state) // each
-    if not num_pages and wanted_tokens:
-        count = min(count, -(-wanted_tokens // page_size) + 1)
-    if count < 2:
-        free = free_bytes - state_bytes
-        raise ConfigError(
-            'cache_max_entry_count',
-            share,
-            f'leaves no room for one page of {each} bytes in {free} free bytes; free memory or raise it',
-        )
+    if num_pages:
+        count = num_pages + 1
+        _check_pages_fit(num_pages, each, free_bytes - state_bytes - min(states, num_pages) * bytes_per_state)
+    else:
+        count = (room - states * bytes_per_state) // each
+        if count < 2:
+            raise _no_room(page_size, per_token, free_bytes - state_bytes, share, num_states, bytes_per_state)
+        if wanted_tokens:
+            count = min(count, -(-wanted_tokens // page_size) + 1)
     return MemoryPlan(count, page_size, per_token, free_bytes, state_bytes, min(states, count - 1), bytes_per_state)
+
+
+def _check_pages_fit(num_pages: int, each: int, free: int) -> None:
+    if (num_pages + 1) * each > free:
+        remedy = f'pages of {each} bytes, of which {max(free // each - 1, 0)} fit in {free} free bytes; lower it'
+        raise ConfigError('num_gpu_blocks', num_pages, remedy)
+
+
+def _no_room(
+    page_size: int, per_token: dict[str, float], free: int, share: float, num_states: int | None, bytes_per_state: int
+) -> ConfigError:
+    """Which setting leaves no room for two pages in `share` of `free` bytes: copies of states, the page, the share."""
+    each, room = page_bytes(page_size, per_token), int(free * share)
+    have = f'{room} bytes, {share:g} of the free memory (cache_max_entry_count)'
+    if num_states and room >= 2 * each:
+        remedy = f'copies of {bytes_per_state} bytes leave no room for one page of {each} bytes in {have}; lower it'
+        return ConfigError('prefix_cache_state_budget', num_states, remedy)
+    if page_size > USUAL_PAGE_SIZE and room >= 2 * page_bytes(USUAL_PAGE_SIZE, per_token):
+        remedy = f'a page takes {each} bytes, and two of them do not fit in {have}; lower it'
+        return ConfigError('block_size', page_size, remedy)
+    remedy = f'leaves no room for one page of {each} bytes in {free} free bytes; free memory or raise it'
+    return ConfigError('cache_max_entry_count', share, remedy)
 
 
 def page_bytes(page_size: int, bytes_per_token: dict[str, float]) -> int:

@@ -453,13 +453,15 @@ def share_memory(
 ) -> MemoryPlan:
     """Pages from a share of what is free now that the weights are loaded; on CPU no more than the batch can fill."""
     share, wanted, num_states = config.cache_max_entry_count, 0, settle_num_states(config, specs)
+    max_batch_size = config.max_batch_size or DEFAULTS[device.type].max_batch_size
     if device.type == 'cuda':
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = psutil.virtual_memory().available
         share = (CPU_CACHE_SHARE if share == DEFAULT_CACHE_SHARE else share) / config.tp  # of the same memory
-        wanted = (config.max_batch_size or DEFAULTS['cpu'].max_batch_size) * session_limit
-    return plan_memory(specs, page_size, free, share, wanted, config.num_gpu_blocks, state_bytes, num_states)
+        wanted = max_batch_size * session_limit
+    pages = config.num_gpu_blocks
+    return plan_memory(specs, page_size, free, share, wanted, pages, state_bytes, num_states, max_batch_size)
 
 
 def settle_session_len(config: PytorchEngineConfig, limit: int, memory: MemoryPlan) -> int:

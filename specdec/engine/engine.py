@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from specdec.agent.caches import MemoryPlan
 from specdec.agent.model_agent import Launched, ModelAgent
+from specdec.engine.checks import check_request
 from specdec.engine.grammar import GrammarGuides
 from specdec.errors import RequestError
 from specdec.messages import EngineInfo, EngineRequest, EngineStats, GrammarVocabulary, RequestOutput
@@ -47,28 +48,10 @@ class Engine:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. RequestError if this model can never serve it."""
-        prompt = request.prompt_ids
-        if not prompt:
-            raise RequestError('prompt', '', 'is empty; give at least one token', 'empty_prompt')
-        if len(prompt) >= self.info.session_len:
-            raise RequestError(
-                'prompt',
-                f'{len(prompt)} tokens',
-                f'session_len={self.info.session_len} must leave room for one token more; shorten the prompt',
-                'context_length_exceeded',
-            )
+        check_request(self.info, request)
         params = request.params
-        named = (
-            ('prompt', prompt),
-            ('stop_token_ids', params.stop_ids),
-            ('bad_token_ids', params.banned_ids),
-            ('allowed_token_ids', params.allowed_ids),
-            ('logit_bias', [token_id for token_id, _ in params.logit_bias]),
-        )
-        for field, ids in named:
-            if max(ids, default=0) >= self.info.vocab_size or min(ids, default=0) < 0:
-                wrong = next(i for i in ids if not 0 <= i < self.info.vocab_size)
-                raise RequestError(field, wrong, f'token ids of this model lie in [0, {self.info.vocab_size})')
+        if self.scheduler.knows(request.request_id):
+            raise RequestError('request_id', request.request_id, 'is in use; give every request an id of its own')
         if params.grammar is not None:
             self.guides.prepare(params.grammar)
         if self.info.verify_length == 'adaptive' and params.draft_sampling == 'probabilistic':

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specdec.engine.checks import check_draft_sampling, check_ids, check_prompt
 from specdec.engine.stops import RepetitionStop, StopStrings, TextStream
 from specdec.engine.tokenizer import Tokenizer
 from specdec.errors import RequestError
@@ -236,8 +237,14 @@ class RequestMaker:
         banned_words, bad_words = self._bad_words(config.bad_words or ())
         banned_ids = tuple(dict.fromkeys((*params.banned_ids, *banned_words)))
         if len(banned_ids) > MAX_BANNED_IDS:
-            remedy = f'at most {MAX_BANNED_IDS} tokens, those of bad_words and ignore_eos included'
-            raise RequestError('bad_token_ids', f'{len(banned_ids)} tokens', remedy)
+            num_words, num_ids = len(set(banned_words)), len(set(config.bad_token_ids or ()))
+            num_eos = len(set(params.banned_ids)) - num_ids
+            remedy = (
+                f'at most {MAX_BANNED_IDS} in all; {num_words} of bad_words (a word counts again behind a space), '
+                f'{num_ids} of bad_token_ids and {max(num_eos, 0)} of ignore_eos; name fewer'
+            )
+            field = 'bad_words' if num_words else 'bad_token_ids'
+            raise RequestError(field, f'{len(banned_ids)} forbidden tokens', remedy)
         if params.allowed_ids and set(params.allowed_ids) <= set(banned_ids):
             remedy = 'all of them are ruled out by bad_token_ids, bad_words or ignore_eos'
             raise RequestError('allowed_token_ids', config.allowed_token_ids, remedy)
@@ -264,6 +271,8 @@ class RequestMaker:
         for word in words:
             for text in (word, f' {word}'):
                 ids = tuple(self._tokenizer.encode(text, add_special=False))
+                if max(ids, default=0) >= self._info.vocab_size:
+                    raise RequestError('bad_words', word, 'has a token that this model cannot emit; leave it out')
                 if len(ids) == 1:
                     single.append(ids[0])
                 elif len(ids) > MAX_BAD_WORD_TOKENS:
@@ -291,24 +300,28 @@ def resolve_sampling(
 ) -> SamplingParams:
     """The settings that the engine is told. RequestError for what only the model can tell: length and token ids.
 
-    `max_new_tokens` None, or more than `session_len` leaves, becomes what it leaves. With `ignore_eos` the EOS ids are
+    `max_new_tokens` None, or more than `session_len` leaves, becomes what it leaves; no other count is larger than the
+    session either. With `ignore_eos` the EOS ids are
     banned, except those that the request names as its own stop ids.
     """
-    _check_prompt(info, prompt_ids)
+    check_prompt(info, prompt_ids)
     room = info.session_len - len(prompt_ids)
     max_new_tokens = room if config.max_new_tokens is None else min(config.max_new_tokens, room)
     own_stop_ids = tuple(config.stop_token_ids or ())
     bad_ids, allowed_ids = tuple(config.bad_token_ids or ()), tuple(config.allowed_token_ids or ())
     bias = tuple((config.logit_bias or {}).items())
-    _check_ids(info, 'stop_token_ids', own_stop_ids)
-    _check_ids(info, 'bad_token_ids', bad_ids)
-    _check_ids(info, 'allowed_token_ids', allowed_ids)
-    _check_ids(info, 'logit_bias', [token_id for token_id, _ in bias])
+    check_ids(info, 'stop_token_ids', own_stop_ids)
+    check_ids(info, 'bad_token_ids', bad_ids)
+    check_ids(info, 'allowed_token_ids', allowed_ids)
+    check_ids(info, 'logit_bias', [token_id for token_id, _ in bias])
     stop_ids = tuple(dict.fromkeys(own_stop_ids if config.ignore_eos else (*eos_ids, *own_stop_ids)))
     if len(stop_ids) > MAX_STOP_IDS:
         remedy = f'at most {MAX_STOP_IDS} stop ids, the {len(eos_ids)} EOS ids of the model included'
         raise RequestError('stop_token_ids', f'{len(own_stop_ids)} ids', remedy)
     sampled = config.do_sample and config.temperature >= GREEDY_TEMPERATURE
+    draft_sampling = (config.draft_sampling or info.draft_sampling) if sampled else 'greedy'
+    check_draft_sampling(info, draft_sampling)
+    budget = config.thinking_budget
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min(config.min_new_tokens or 0, max_new_tokens),
@@ -321,37 +334,14 @@ def resolve_sampling(
         banned_ids=(*(i for i in eos_ids if config.ignore_eos and i not in own_stop_ids), *bad_ids),
         logprobs=config.logprobs,
         max_drafts=_max_drafts(info, config),
-        draft_sampling=_draft_sampling(info, config) if sampled else 'greedy',
+        draft_sampling=draft_sampling,
         repetition_penalty=config.repetition_penalty,
         presence_penalty=config.presence_penalty,
         frequency_penalty=config.frequency_penalty,
         logit_bias=bias,
         allowed_ids=allowed_ids,
-        thinking_budget=config.thinking_budget,
+        thinking_budget=None if budget is None else min(budget, info.session_len),
     )
-
-
-def _draft_sampling(info: EngineInfo, config: GenerationConfig) -> str:
-    wanted = config.draft_sampling or info.draft_sampling
-    if wanted == 'probabilistic' != info.draft_sampling and info.num_drafts > 0:
-        remedy = "needs an engine that was started with draft_sampling='probabilistic', which keeps memory for it"
-        raise RequestError('draft_sampling', wanted, remedy, 'unsupported_value')
-    return wanted
-
-
-def _check_prompt(info: EngineInfo, prompt_ids: Sequence[int]) -> None:
-    if not prompt_ids:
-        raise RequestError('prompt', '', 'is empty; give at least one token', 'empty_prompt')
-    if len(prompt_ids) >= info.session_len:
-        remedy = f'must leave room for an answer in session_len={info.session_len}; shorten it'
-        raise RequestError('prompt', f'{len(prompt_ids)} tokens', remedy, 'context_length_exceeded')
-    _check_ids(info, 'prompt', prompt_ids)
-
-
-def _check_ids(info: EngineInfo, field: str, token_ids: Sequence[int]) -> None:
-    if token_ids and (min(token_ids) < 0 or max(token_ids) >= info.vocab_size):
-        wrong = next(i for i in token_ids if not 0 <= i < info.vocab_size)
-        raise RequestError(field, wrong, f'token ids must lie in [0, {info.vocab_size})')
 
 
 def _max_drafts(info: EngineInfo, config: GenerationConfig) -> int | None:

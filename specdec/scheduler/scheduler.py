@@ -75,6 +75,10 @@ class Scheduler:
         self._step = 0
 
     # ------------------------------------------------------------------------------------------------- requests
+    def knows(self, request_id: int) -> bool:
+        """Whether a request of this id waits or runs."""
+        return request_id in self._by_id
+
     def add(self, request: EngineRequest) -> None:
         """Queue a request whose prompt was checked: 1 <= len(prompt_ids) < session_len."""
         prompt_length = len(request.prompt_ids)
@@ -420,6 +424,8 @@ def _stuck(params: SamplingParams) -> ErrorInfo:
         'thinking_budget': params.thinking_budget is not None,
     }
     names = ' and '.join(name for name, acts in rules.items() if acts)
+    if not names:
+        return ErrorInfo('no_token_allowed', 'the model gave no token a finite score; relax penalties and logit_bias')
     return ErrorInfo('no_token_allowed', f'no token is left that {names} would allow; relax one of them')
 
 

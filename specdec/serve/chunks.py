@@ -27,7 +27,7 @@ def event(text: str) -> bytes:
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of one or more choices; a prompt that several choices share counts once for each."""
+    """Token counts of one or more choices; a prompt that several choices share counts once, with its first choice."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -36,9 +36,10 @@ class Usage:
 
     def add(self, response: Response, reasoning_tokens: int = 0) -> None:
         """Counts of a request's last piece."""
-        self.prompt_tokens += response.input_token_len
+        if response.choice == 0:
+            self.prompt_tokens += response.input_token_len
+            self.cached_tokens += response.cached_tokens
         self.completion_tokens += response.generate_token_len
-        self.cached_tokens += response.cached_tokens
         self.reasoning_tokens += min(reasoning_tokens, response.generate_token_len)
 
     def as_dictionary(self) -> dict[str, Any]:

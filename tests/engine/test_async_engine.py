@@ -367,7 +367,7 @@ def test_drafts_can_be_capped(tokenizer):
     [
         ((), {}, 'empty_prompt', 'at least one token'),
         ((1,) * 256, {}, 'context_length_exceeded', 'session_len=256'),
-        ((1, 1000), {}, 'invalid_value', r'prompt=1000: token ids must lie in \[0, 1000\)'),
+        ((1, 1000), {}, 'invalid_value', r'prompt=1000: token ids of this model lie in \[0, 1000\)'),
         ((1, -1), {}, 'invalid_value', 'prompt=-1'),
         ((1,), {'stop_token_ids': [1, 1000]}, 'invalid_value', 'stop_token_ids=1000'),
         ((1,), {'stop_token_ids': list(range(64))}, 'invalid_value', 'at most 64 stop ids'),
@@ -377,6 +377,21 @@ def test_what_only_the_model_can_refuse(tokenizer, prompt_ids, config, code, tex
     with pytest.raises(RequestError, match=text) as raised:
         collect(FakeEngine(endless), tokenizer, GenerationConfig(**config), prompt_ids)
     assert raised.value.code == code
+
+
+def test_too_many_forbidden_tokens_say_where_they_come_from(tokenizer):
+    words = ['a', 'b', 'c']
+    ids = [i for i in range(300) if tokenizer.token_text(i) not in {*words, *(f' {word}' for word in words)}][:254]
+    with pytest.raises(RequestError, match=r'at most 256 in all; \d of bad_words.* 254 of bad_token_ids') as raised:
+        collect(FakeEngine(endless), tokenizer, GenerationConfig(bad_token_ids=ids, bad_words=words))
+    assert raised.value.field == 'bad_words'
+
+
+def test_bad_words_that_the_model_cannot_emit(tokenizer):
+    info = dataclasses.replace(DEFAULT_INFO, vocab_size=300)
+    word = next(w for w in ('<think>', '</think>', '<tool_call>') if tokenizer.token_id(w) >= 300)
+    with pytest.raises(RequestError, match=r'bad_words=.*cannot emit'):
+        collect(FakeEngine(endless, info), tokenizer, GenerationConfig(bad_words=[f'a{word}']))
 
 
 def test_idle_sampling_fields_warn_once(tokenizer, caplog):

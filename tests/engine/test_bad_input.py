@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,9 +286,18 @@ def test_no_memory_for_one_page(world: World, monkeypatch: pytest.MonkeyPatch) -
     refused(ConfigError, 'cache_max_entry_count', match=attempt)
 
 
+@pytest.mark.parametrize(
+    ('field', 'value'),
+    [('num_gpu_blocks', 10**9), ('max_batch_size', 10**9), ('block_size', 10**10), ('cache_max_entry_count', 1e-12)],
+)
+def test_settings_that_no_memory_holds(world: World, field: str, value: Any) -> None:
+    error = refused(ConfigError, field, 'free', match=lambda: build(world.target_folder(), **{field: value}))
+    assert (error.field, error.value) == (field, value)
+
+
 # ------------------------------------------------------------------------------------------------------- requests
 BAD_VALUES: dict[str, list[Any]] = {
-    'temperature': [-1, 100.0, float('nan'), 'hot'],
+    'temperature': [-1, 100.0, float('nan'), 'hot', 10**400],
     'top_p': [0, -0.1, 1.5, float('inf')],
     'top_k': [-1, 1.5, True],
     'min_p': [-0.1, 2],
@@ -302,13 +312,13 @@ BAD_VALUES: dict[str, list[Any]] = {
     'ignore_eos': ['no'],
     'speculative': [None],
     'n': [0, 129, 1.5],
-    'repetition_penalty': [0, -1, 11, float('nan')],
+    'repetition_penalty': [0, -1, 11, 1e-38, float('nan')],
     'presence_penalty': [-2.1, 2.1, 'x'],
     'frequency_penalty': [-2.1, 2.1, None],
     'bad_words': ['x', [''], [3], ['x'] * 65, ['x' * 257]],
     'bad_token_ids': [3, ['x'], list(range(257))],
     'allowed_token_ids': [[], [True], 'x', list(range(16385))],
-    'logit_bias': [[], {'1': 1.0}, {1: 101}, {1: float('inf')}, dict.fromkeys(range(513), 1.0)],
+    'logit_bias': [[], {'1': 1.0}, {1: 101}, {1: 10**400}, {1: float('inf')}, dict.fromkeys(range(513), 1.0)],
     'response_format': ['json', 3],
     'repetition_ngram_size': [3, -1],
     'repetition_ngram_threshold': [3, -1],
@@ -348,6 +358,51 @@ def test_ids_that_the_model_does_not_have(world: World, wrong: int) -> None:
     assert not engine.has_work()
 
 
+def test_an_integer_too_large_to_be_written() -> None:
+    refused(RequestError, 'temperature', 'very large int', match=lambda: GenerationConfig(temperature=10**5000))
+
+
+BAD_PARAMS: dict[str, list[dict[str, Any]]] = {
+    'max_new_tokens': [{'max_new_tokens': -1}, {'max_new_tokens': 0}, {'max_new_tokens': 2**63}],
+    'min_new_tokens': [{'min_new_tokens': -1}, {'min_new_tokens': 2**63}, {'min_new_tokens': 1.5}],
+    'top_k': [{'top_k': -1}, {'top_k': 2**63}],
+    'random_seed': [{'seed': -(2**63) - 1}, {'seed': 2**64}, {'seed': None}],
+    'logprobs': [{'logprobs': -1}, {'logprobs': 21}],
+    'num_speculative_tokens': [{'max_drafts': -1}, {'max_drafts': True}],
+    'thinking_budget': [{'thinking_budget': 5}, {'thinking_budget': 2**63, 'think_ids': (1, 2)}],
+    'think_ids': [{'think_ids': (1, VOCABULARY)}, {'think_ids': (1,)}],
+    'temperature': [{'temperature': float('nan')}, {'temperature': 3}],
+    'repetition_penalty': [{'repetition_penalty': 1e-38}],
+    'stop_token_ids': [{'stop_ids': (1,) * 65}, {'stop_ids': (None,)}],
+    'bad_token_ids': [{'banned_ids': (1,) * 257}, {'banned_ids': (VOCABULARY,)}, {'banned_ids': (1.5,)}],
+    'allowed_token_ids': [{'allowed_ids': (1,) * 16385}, {'allowed_ids': (-1,)}],
+    'logit_bias': [{'logit_bias': bias} for bias in (((1, 1.0),) * 513, ((VOCABULARY, 1.0),), ((1, 1e9),))],
+    'bad_words': [{'bad_words': words} for words in (((1, VOCABULARY),), ((1,) * 17,), ((),), ((1, 2),) * 65)],
+    'draft_sampling': [{'draft_sampling': 'beam'}, {'draft_sampling': 'probabilistic', 'temperature': 1.0}],
+    'response_format': [{'grammar': 'x'}, {'grammar': 3}],
+}  # fmt: skip
+
+
+def test_params_that_no_table_of_the_device_holds(world: World) -> None:
+    """Each is refused by name in front of the scheduler, and a request beside them runs as if there were none."""
+    engine = build(world.target_folder(), world.draft_folder('dspark_vanilla'), 'dspark')
+    asked = request(prompt_ids(5), 12)
+    [alone] = generate(engine, [asked])
+    engine.add(replace(asked, request_id=10**6))
+    for field, cases in BAD_PARAMS.items():
+        for case in cases:
+            wrong = EngineRequest(7, (1, 2), replace(SamplingParams(max_new_tokens=5), **case))
+            error = refused(RequestError, field, match=lambda wrong=wrong: engine.add(wrong))
+            assert error.field == field, case
+    refused(RequestError, 'request_id', match=lambda: engine.add(replace(asked, request_id=10**6)))
+    refused(RequestError, 'request_id', match=lambda: engine.add(replace(asked, request_id=2**63)))
+    refused(RequestError, 'prompt', match=lambda: engine.add(EngineRequest(8, (1, '2'), asked.params)))
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    assert [i for output in outputs for i in output.token_ids] == alone.token_ids
+
+
 def test_too_many_stop_ids(world: World) -> None:
     engine = build(world.target_folder())
     many = GenerationConfig(stop_token_ids=list(range(VOCABULARY)) * 2)
@@ -368,6 +423,7 @@ def test_settings_that_ask_for_much_get_what_there_is(world: World) -> None:
     )
     params = resolve_sampling(info, (48,), (1, 2, 3), config)
     assert (params.top_k, params.max_new_tokens, params.max_drafts, params.seed) == (0, 61, 4, 2**64 - 1)
+    assert resolve_sampling(info, (48,), (1,), GenerationConfig(thinking_budget=2**63)).thinking_budget == 64
     assert resolve_sampling(info, (48,), (1,), GenerationConfig(speculative=False)).max_drafts == 0
     cold = GenerationConfig(do_sample=True, temperature=1e-6, top_k=3)
     assert resolve_sampling(info, (48,), (1,), cold).temperature == 0

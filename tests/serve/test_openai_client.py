@@ -235,6 +235,7 @@ def test_choices_have_consecutive_seeds(client):
     alone = [sampled(11 + i, 1).choices[0].message.content for i in range(3)]
     assert [choice.message.content for choice in several.choices] == alone
     assert several.usage.completion_tokens == 72
+    assert several.usage.prompt_tokens == sampled(11, 1).usage.prompt_tokens
     streamed = ['', '', '']
     for chunk in ask(client, temperature=1.0, seed=11, n=3, max_tokens=24, stream=True):
         for choice in chunk.choices:
