@@ -19,7 +19,7 @@ class ConfigError(SpecdecError, ValueError):
         self.field, self.value, self.remedy = field, value, remedy
 
     def __str__(self) -> str:
-        return f'{self.field}={_short(self.value)}: {self.remedy}'
+        return f'{self.field}={short(self.value)}: {self.remedy}'
 
 
 class CheckpointError(ConfigError):
@@ -37,7 +37,7 @@ class RequestError(SpecdecError, ValueError):
         self.field, self.value, self.remedy, self.code = field, value, remedy, code
 
     def __str__(self) -> str:
-        return f'{self.field}={_short(self.value)}: {self.remedy}'
+        return f'{self.field}={short(self.value)}: {self.remedy}'
 
 
 class CapacityError(RequestError):
@@ -53,7 +53,8 @@ class EngineError(SpecdecError):
     """The engine failed while serving; the message carries the cause."""
 
 
-def _short(value: Any, limit: int = 120) -> str:
+def short(value: Any, limit: int = 120) -> str:
+    """A value as errors show it, on one line."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than some thousand digits

@@ -5,6 +5,7 @@ time, so that nothing can fail while a step is prepared for everybody. Next: eng
 """
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from specdec.errors import RequestError
 from specdec.messages import (
@@ -89,6 +90,40 @@ def check_ids(info: EngineInfo, field: str, token_ids: Sequence[int]) -> None:
     if min(token_ids) < 0 or max(token_ids) >= info.vocab_size:
         wrong = next(i for i in token_ids if not 0 <= i < info.vocab_size)
         raise RequestError(field, wrong, f'token ids of this model lie in [0, {info.vocab_size})')
+
+
+# the keys of a response_format beside 'type'; 'json_schema' has OpenAI's own, or is the schema itself (LMDeploy)
+FORMAT_KEYS: dict[str, tuple[str, ...]] = {
+    'text': (),
+    'json_object': (),
+    'json_schema': ('json_schema',),
+    'regex': ('regex',),
+    'regex_schema': ('regex_schema',),
+    'ebnf': ('ebnf',),
+    'choice': ('choice',),
+    'structural_tag': ('format', 'structures', 'triggers'),
+}
+SCHEMA_KEYS = ('name', 'description', 'schema', 'strict')
+
+
+def check_response_format(asked: dict[str, Any]) -> None:
+    """RequestError for a key that has no meaning with this type; unknown types are the compiler's affair."""
+    kind = asked.get('type')
+    known = FORMAT_KEYS.get(kind) if isinstance(kind, str) else None
+    if known is None:
+        return
+    for key in asked:
+        if key not in (*known, 'type'):
+            remedy = f"its type {kind!r} has no '{key}'; leave that out"
+            if kind == 'json_object' and key in ('schema', 'json_schema'):
+                remedy = "its type 'json_object' takes no schema; for one use type 'json_schema'"
+            raise RequestError('response_format', asked, remedy)
+    schema = asked.get('json_schema')
+    if kind == 'json_schema' and isinstance(schema, dict) and 'schema' in schema:
+        for key in schema:
+            if key not in SCHEMA_KEYS:
+                remedy = f"its json_schema has no '{key}', only " + ', '.join(map(repr, SCHEMA_KEYS))
+                raise RequestError('response_format', asked, remedy)
 
 
 def check_draft_sampling(info: EngineInfo, wanted: str) -> None:

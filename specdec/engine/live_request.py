@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specdec.engine.checks import check_draft_sampling, check_ids, check_prompt
+from specdec.engine.checks import check_draft_sampling, check_ids, check_prompt, check_response_format
 from specdec.engine.stops import RepetitionStop, StopStrings, TextStream
 from specdec.engine.tokenizer import Tokenizer
 from specdec.errors import RequestError
@@ -216,6 +216,7 @@ class RequestMaker:
         """The format's grammar; the engine is told of the vocabulary with the first one."""
         from specdec.engine.grammar import GrammarCompiler
 
+        check_response_format(response_format)
         with self._lock:
             if self._grammars is None:
                 self._grammars = GrammarCompiler(self._tokenizer, self._info.vocab_size, self._eos_ids)

@@ -5,6 +5,7 @@ Next: stops.py, which searches the pieces for stop strings.
 """
 
 import codecs
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -152,10 +153,35 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None or self._hf.chat_template is not None
 
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template reads a variable of that name, other than one that it sets itself."""
+        variables = self._template_variables
+        return name in variables if variables is not None else self.template_mentions(name)
+
     def template_mentions(self, name: str) -> bool:
-        """Whether the chat template reads a variable of that name (or mentions it otherwise)."""
+        """Whether the name stands in the chat template at all, as messages' own fields do."""
+        return any(name in template for template in self._templates)
+
+    @property
+    def _templates(self) -> list[str]:
+        """The chat template, or all of them where a checkpoint has several, by purpose."""
         template = self._hf.chat_template if self._chat_template is None else self._chat_template
-        return isinstance(template, str) and name in template
+        if template is None:
+            return []
+        return list(template.values()) if isinstance(template, dict) else [template]
+
+    @functools.cached_property
+    def _template_variables(self) -> frozenset[str] | None:
+        """None for a template that needs more than plain Jinja to be parsed."""
+        import jinja2
+        from jinja2 import meta
+
+        environment = jinja2.Environment(extensions=['jinja2.ext.loopcontrols'])
+        try:
+            found = [meta.find_undeclared_variables(environment.parse(template)) for template in self._templates]
+        except jinja2.TemplateError:
+            return None
+        return frozenset().union(*found)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids; `add_special` adds what the tokenizer puts around every text (nothing for Qwen, BOS for some)."""

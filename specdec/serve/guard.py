@@ -75,7 +75,7 @@ async def read_body(request: Request, kind: type[B]) -> B:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        raise invalid_body(error) from None
+        raise invalid_body(error, kind, data) from None
 
 
 async def _read(request: Request) -> bytes:

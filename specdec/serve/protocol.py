@@ -93,7 +93,7 @@ class OpenAISampling(Sampling):
 
 
 class Message(BaseModel):
-    """One turn. Fields that a client library echoes from an earlier answer are let through."""
+    """One turn. Other fields go to the chat template if it reads them (routes.py), and are unknown if it does not."""
 
     model_config = ConfigDict(extra='allow', strict=True)
 
@@ -102,6 +102,10 @@ class Message(BaseModel):
     name: str | None = None
     tool_calls: list[Dictionary] | None = None
     tool_call_id: str | None = None
+    refusal: str | None = Field(None, description='As client libraries echo it from an earlier answer; no effect.')
+    annotations: list[Dictionary] | None = Field(None, description='Echoed from an earlier answer; no effect.')
+    reasoning_content: str | None = Field(None, description='Echoed from an earlier answer; for the chat template.')
+    reasoning: str | None = Field(None, description='The same under another name.')
 
 
 class ChatRequest(OpenAISampling):

@@ -3,6 +3,7 @@
 Next: service.py for what they share, fields.py for what the fields do, answers.py for how answers leave.
 """
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from starlette.responses import Response as HttpResponse
 from specdec.engine.grammar import tools_format
 from specdec.engine.live_request import LiveRequest
 from specdec.errors import EngineError, RequestError
-from specdec.messages import GenerationConfig
+from specdec.messages import MAX_STOP_STRINGS, GenerationConfig
 from specdec.serve.answers import EngineAnswer
 from specdec.serve.chunks import Answer, ChatChoice, Choice, CompletionChoice, GenerateChoice, TokenMarks, Wishes
 from specdec.serve.errors import ApiError
@@ -22,12 +23,14 @@ from specdec.serve.fields import generation_config, refuse_what_cannot_act
 from specdec.serve.guard import read_body
 from specdec.serve.metrics import Snapshot, exposition
 from specdec.serve.openapi import body_of
+from specdec.serve.parsers.tools import END as END_OF_CALL
 from specdec.serve.protocol import (
     AbortRequest,
     ChatRequest,
     CompletionRequest,
     EncodeRequest,
     GenerateRequest,
+    Message,
     OpenAISampling,
     Sampling,
 )
@@ -64,6 +67,8 @@ async def chat_completions(request: Request) -> HttpResponse:
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     forced = _forced_tools(service, body, tools)
     config = generation_config(body, service.defaults, max_new_tokens=limit, logprobs=num_top, **forced)
+    if tools is not None and body.parallel_tool_calls is False:
+        config = _ended_by_one_call(config)
     await service.engine.prepare(config)
     prompt, prompt_ids = await _chat_prompt(service, body, tools)
     answer = _answer('chatcmpl', service, body, num_top)
@@ -82,6 +87,9 @@ async def _chat_prompt(
     """The rendered conversation and its token ids; the former is '' for a prompt that came as ids."""
     if not body.messages:
         if body.input_ids:
+            for name in ('chat_template_kwargs', 'enable_thinking', 'reasoning_effort'):
+                if (value := body.__dict__[name]) not in (None, {}):
+                    raise RequestError(name, value, 'is for the chat template, which input_ids go without')
             return '', body.input_ids
         raise RequestError('messages', body.messages, 'give at least one message, or input_ids', 'empty_messages')
     if body.input_ids:
@@ -89,9 +97,19 @@ async def _chat_prompt(
     if isinstance(body.messages, str):
         messages: list[dict[str, Any]] = [{'role': 'user', 'content': body.messages}]
     else:
+        _check_extra_fields(service, body.messages)
         messages = [_message(message.model_dump(exclude_none=True)) for message in body.messages]
     prompt = service.render(messages, tools, _template_arguments(service, body))
     return prompt, await service.encode(prompt, add_special=False)
+
+
+def _check_extra_fields(service: Service, messages: list[Message]) -> None:
+    """Fields of messages that this interface does not know must at least be known to the chat template."""
+    for index, message in enumerate(messages):
+        for name, value in (message.model_extra or {}).items():
+            if value is not None and not service.engine.tokenizer.template_mentions(name):
+                remedy = "unknown field, and the model's chat template does not read it; leave it out"
+                raise RequestError(f'messages.{index}.{name}', value, remedy, 'unknown_field')
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
@@ -123,13 +141,19 @@ def _template_arguments(service: Service, body: ChatRequest) -> dict[str, Any]:
     if taken:
         name = min(taken)
         raise RequestError('chat_template_kwargs', name, 'is not for the request to set')
-    if body.enable_thinking is not None:
-        arguments['enable_thinking'] = body.enable_thinking
-    if body.reasoning_effort is not None:
-        if not service.engine.tokenizer.template_mentions('reasoning_effort'):
-            remedy = "the model's chat template does not know it; leave it out"
-            raise RequestError('reasoning_effort', body.reasoning_effort, remedy, 'unsupported_value')
-        arguments['reasoning_effort'] = body.reasoning_effort
+    reads = service.engine.tokenizer.template_reads
+    for name in arguments:
+        if not reads(name):
+            remedy = f"the model's chat template does not read {name!r}; leave it out"
+            raise RequestError('chat_template_kwargs', arguments, remedy, 'unsupported_value')
+    for name in ('enable_thinking', 'reasoning_effort'):
+        value = body.__dict__[name]
+        if value is None:
+            continue
+        if not reads(name):
+            remedy = "the model's chat template does not read it; leave it out"
+            raise RequestError(name, value, remedy, 'unsupported_value')
+        arguments[name] = value
     return arguments
 
 
@@ -160,6 +184,18 @@ def _forced_tools(service: Service, body: ChatRequest, tools: list[dict[str, Any
     if body.response_format is not None and body.response_format != {'type': 'text'}:
         raise RequestError('tool_choice', choice, 'contradicts response_format; the answer is either')
     return {'response_format': tools_format(service.parsers.tools, tools, choice)}
+
+
+def _ended_by_one_call(config: GenerationConfig) -> GenerationConfig:
+    """The same, with the end of the first tool call as the end of the answer."""
+    if config.min_new_tokens:
+        remedy = 'contradicts parallel_tool_calls=false, with which an answer ends behind its first call'
+        raise RequestError('min_new_tokens', config.min_new_tokens, remedy)
+    stops = [*(config.stop_words or ()), END_OF_CALL]
+    if len(stops) > MAX_STOP_STRINGS:
+        remedy = f'at most {MAX_STOP_STRINGS - 1} with parallel_tool_calls=false, which needs one itself'
+        raise RequestError('stop', f'{len(stops) - 1} strings', remedy)
+    return dataclasses.replace(config, stop_words=stops)
 
 
 def _chat_logprobs(body: ChatRequest) -> int | None:

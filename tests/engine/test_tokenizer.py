@@ -134,6 +134,21 @@ def test_chat_template(tokenizer):
 
 
 @pytest.mark.parametrize(
+    ('template', 'read', 'not_read'),
+    [
+        ('{% if a is defined and not a %}{{ b }}{% endif %}', ['a', 'b'], ['c', 'defined']),
+        ('{% if not a is defined %}{% set a = 1 %}{% endif %}{{ a }}', ['a'], []),
+        ('{% set a = 1 %}{{ a }}{# c #}c', [], ['a', 'c']),
+        ('{% generation %}{{ a }}{% endgeneration %}', ['a'], ['b']),  # not plain Jinja: what it mentions
+    ],
+)
+def test_variables_that_a_chat_template_reads(tmp_path, template, read, not_read):
+    tokenizer = Tokenizer.load(byte_level_folder(tmp_path, chat_template=template))
+    assert all(map(tokenizer.template_reads, read))
+    assert not any(map(tokenizer.template_reads, not_read))
+
+
+@pytest.mark.parametrize(
     'message',
     [
         'hi',

@@ -197,6 +197,7 @@ def test_abort_needs_its_flag(guarded_server):
 TOOLS = [
     {'type': 'function', 'function': {'name': 'find', 'parameters': {'type': 'object', 'properties': {'what': {}}}}}
 ]
+FIRST_CALL = {'what': 'a "fox"', 'far': {'km': [1, 2]}}
 ANSWER = (
     '<think>\nWhere is it?\n</think>\n\nI shall look.\n'
     '<tool_call>\n{"name": "find", "arguments": {"what": "a \\"fox\\"", '
@@ -230,6 +231,23 @@ def test_reasoning_and_tool_calls(echo_server, drafts):
             streamed[news['index']] = {'name': news['function']['name'], 'arguments': ''}
         streamed[news['index']]['arguments'] += news['function']['arguments']
     assert list(streamed.values()) == calls
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_one_call_where_they_may_not_be_parallel(echo_server, stream):
+    body = chat(ANSWER, tools=TOOLS, stream=stream, stop=['never'])
+    numbers = []
+    for parallel in (True, False):
+        response = post(echo_server, CHAT, body | {'parallel_tool_calls': parallel})
+        choices = [event['choices'][0] for event in events(response)] if stream else response.json()['choices']
+        parts = [choice['delta'] if stream else choice['message'] for choice in choices]
+        news = [call for part in parts for call in part.get('tool_calls', ())]
+        numbers.append(sum('name' in call['function'] for call in news))
+    assert choices[-1]['finish_reason'] == 'tool_calls'
+    assert json.loads(''.join(call['function']['arguments'] for call in news)) == FIRST_CALL
+    assert numbers == [2, 1]
+    response = post(echo_server, CHAT, body | {'parallel_tool_calls': False, 'min_new_tokens': 3})
+    assert (response.status_code, error_of(response)['param']) == (400, 'min_new_tokens')
 
 
 def test_tools_need_a_parser_and_a_choice_that_can_be_served(echo_server, guarded_server):
@@ -324,6 +342,46 @@ def test_chat_template_failures_are_400(echo_server):
         assert (response.status_code, error_of(response)['param']) == (400, 'chat_template_kwargs')
     response = post(echo_server, CHAT, chat(reasoning_effort='high'))
     assert (response.status_code, error_of(response)['param']) == (400, 'reasoning_effort')
+
+
+@pytest.mark.parametrize(
+    ('more', 'message'),
+    [
+        ({'temperature': 'hot'}, "temperature='hot': must be a number"),
+        ({'foo': 1}, 'foo=1: unknown field; leave it out; /docs lists the fields'),
+        ({'temprature': 1}, 'temprature=1: unknown field; is temperature meant?'),
+        ({'stream_options': {'include': True}}, 'stream_options.include=True: unknown field; leave it out'),
+        ({'messages': [{'content': 'x'}]}, 'messages.0.role: is missing'),
+        ({'messages': [{'role': 'boss'}]}, "messages.0.role='boss': must be one of 'system', 'developer', 'user'"),
+        ({'messages': 3}, 'messages=3: must be a list or a string'),
+        ({'stop': ['x', 3]}, 'stop.1=3: must be a string'),
+        ({'seed': 2**64}, f'seed={2**64}: must be below {2**64}'),
+        ({'response_format': {'type': 'text', 'foo': 1}}, "its type 'text' has no 'foo'"),
+        ({'response_format': {'type': 'json_object', 'schema': {}}}, "use type 'json_schema'"),
+        ({'response_format': {'type': 'json_schema', 'json_schema': {'schema': {}, 'a': 1}}}, "has no 'a'"),
+        ({'enable_thinking': True}, "enable_thinking=True: the model's chat template does not read it"),
+        ({'chat_template_kwargs': {'foo': 1}}, "does not read 'foo'"),
+        ({'messages': [{'role': 'user', 'content': 'x', 'foo': 1}]}, 'messages.0.foo=1: unknown field'),
+        ({'messages': None, 'input_ids': [1], 'enable_thinking': True}, 'which input_ids go without'),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_refusals_name_field_value_and_remedy(echo_server, more, message):
+    response = post(echo_server, CHAT, chat() | more)
+    assert response.status_code == 400, response.text
+    text = error_of(response)['message']
+    assert message in text
+    assert '\n' not in text
+    response = post(echo_server, COMPLETIONS, completion([]))
+    assert error_of(response)['message'] == 'prompt=[]: must be a string or a list of at least 1'
+    response = post(echo_server, COMPLETIONS, {'model': 'echo'})
+    assert error_of(response)['message'].startswith('prompt: is missing; Text or token ids')
+
+
+def test_fields_that_clients_echo_are_let_through(echo_server):
+    turn = {'role': 'assistant', 'content': 'x', 'refusal': None, 'annotations': [], 'audio': None, 'reasoning': 'y'}
+    body = chat() | {'messages': [turn, {'role': 'user', 'content': 'hi', 'name': 'me'}]}
+    assert post(echo_server, CHAT, body).status_code == 200
 
 
 def test_body_needs_a_content_type_and_a_bearable_size(echo_server):
