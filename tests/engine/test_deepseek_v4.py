@@ -91,8 +91,7 @@ def test_prompts_in_chunks(models: Models, ledger: Ledger, chunk: int):
     assert [outcome.steps for outcome in chunked] == [outcome.steps for outcome in whole]
 
 
-@pytest.mark.parametrize('num_drafts', [2, 5])
-@pytest.mark.parametrize('overlap', [0, 1])
+@pytest.mark.parametrize(('num_drafts', 'overlap'), [(2, 0), (5, 1)])
 def test_any_number_of_drafts_is_accepted(models: Models, ledger: Ledger, num_drafts: int, overlap: int):
     pattern = [0, 3, 1, 5, 2, 4, 0, 5]
     found = check(knowing(models, ledger, num_drafts, pattern), ledger, replace(SETTINGS, overlap=overlap))

@@ -59,8 +59,7 @@ def test_most_drafts_are_accepted(models: Models, ledger: Ledger):
     assert mean_accepted_length(found) > 2
 
 
-@pytest.mark.parametrize('chunk', [7, 100])
-@pytest.mark.parametrize('on_a_gpu', [False, True])
+@pytest.mark.parametrize(('chunk', 'on_a_gpu'), [(7, False), (100, True)])
 def test_as_many_are_accepted_whatever_the_way_to_the_prompts_end(models: Models, chunk: int, on_a_gpu: bool):
     """In chunks, behind a cached prefix, padded and overlapped: a hole in the draft's rings would show here."""
     wanted = [outcome.steps for outcome in run(models)]

@@ -53,12 +53,12 @@ def test_ragged_chunks(case: Case, target: DeepseekV4Target, page_size: int):
 
 def test_token_by_token(case: Case, target: DeepseekV4Target):
     steps = v4.Steps(target, 0, 2, 3)
-    for t in range(LENGTH):
+    for t in range(LENGTH // 2):
         for request, result in enumerate(steps(decodes=[part(case, r, t, 1) for r in range(2)])):
             check(case, request, t, result)
 
 
-@pytest.mark.parametrize(('num_drafts', 'prefill'), [(1, 126), (2, 5), (3, 126), (5, 5), (5, 126), (7, 90)])
+@pytest.mark.parametrize(('num_drafts', 'prefill'), [(1, 126), (3, 5), (5, 126), (7, 90)])
 def test_verify_steps_with_rejected_tails(case: Case, target: DeepseekV4Target, num_drafts: int, prefill: int):
     """Any number of the drafted rows is wrong; their traces in rings and pages must not be seen by anyone later."""
     generator = torch.Generator().manual_seed(100 * num_drafts + prefill)
