@@ -27,14 +27,16 @@ logger = logging.getLogger('specdec')
 
 METHODS = ('dflash', 'dspark')
 HOST_METHOD = 'dflash'  # what LMDeploy's own builders know of either: a target with taps, one block per step
-STOCK_DRAFT = 'draft'
-BEHAVIOURS = (STOCK_DRAFT,)
+STOCK_DRAFT, STOCK_FILTERS, STOCK_SEEDS, STOCK_HISTORY = 'draft', 'filters', 'seeds', 'history'
+BEHAVIOURS = (STOCK_DRAFT, STOCK_FILTERS, STOCK_SEEDS, STOCK_HISTORY)
 
 
 @dataclass
 class SpeculativeConfig(HostSpeculativeConfig):
     """LMDeploy's, with two changes. `num_speculative_tokens` None: as many as the draft was trained to propose.
-    `stock`: behaviours to leave as LMDeploy has them; 'draft' is its own DFlash draft, with its limits.
+    `stock`: behaviours to leave as LMDeploy has them. 'draft': its own DFlash draft, with its limits; 'filters': top-k,
+    top-p and min-p on a step's last row only; 'seeds': drafts tested with a global generator; 'history': penalties and
+    minimum lengths that miss tokens.
     """
 
     num_speculative_tokens: int | None = None

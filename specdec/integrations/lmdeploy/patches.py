@@ -35,14 +35,8 @@ class Patch:
     def symbol(self) -> str:
         return f'{self.owner.replace(":", ".")}.{self.name}'
 
-    def place(self) -> Any:
-        module, _, owner = self.owner.partition(':')
-        found: Any = importlib.import_module(module)
-        return vars(found)[owner] if owner else found
-
     def current(self) -> Any:
-        """What stands there now, as it is stored (a staticmethod object, say)."""
-        return vars(self.place())[self.name]
+        return found(self.owner, self.name)
 
     def apply(self) -> None:
         original = self.current()
@@ -50,7 +44,19 @@ class Patch:
         plain = original.__func__ if isinstance(original, staticmethod) else original
         made = functools.wraps(plain)(vars(importlib.import_module(module))[name](plain))
         vars(made)[MARK] = original
-        setattr(self.place(), self.name, staticmethod(made) if isinstance(original, staticmethod) else made)
+        setattr(place(self.owner), self.name, staticmethod(made) if isinstance(original, staticmethod) else made)
+
+
+def place(owner: str) -> Any:
+    """The module, or module:Class, of that name."""
+    module, _, name = owner.partition(':')
+    there: Any = importlib.import_module(module)
+    return vars(there)[name] if name else there
+
+
+def found(owner: str, name: str) -> Any:
+    """What stands there now, as it is stored (a staticmethod object, say)."""
+    return vars(place(owner))[name]
 
 
 _HERE = 'specdec.integrations.lmdeploy'
@@ -63,12 +69,31 @@ PATCHES = (
         "the draft's checkpoint is read by specdec, in any dialect; the engine learns taps, proposals and cache sizes",
     ),
     Patch(
+        'lmdeploy.pytorch.strategies.ar_spec:ARSpecStrategyFactory',
+        'build_sampling_strategy',
+        'ed9fe5aeb47a1955',
+        f'{_HERE}.agent:build_sampling_strategy',
+        'histories for penalties come with their true lengths',
+    ),
+    Patch(
         'lmdeploy.pytorch.engine.model_agent.agent',
         'build_spec_agent',
         '98f1e4977dd5d383',
         f'{_HERE}.agent:build_spec_agent',
         'ranks with a draft get an agent that runs specdec proposers',
     ),
+)
+# What subclasses and imports of the plug-in take for granted: (owner, name, digest).
+RELIED_ON = (
+    ('lmdeploy.pytorch.spec_decode.spec_agent:SpecModelAgent', '__init__', '6ce43202e34b94b0'),
+    ('lmdeploy.pytorch.spec_decode.spec_agent:SpecModelAgent', '_rejection_sampling', 'e2745a0365be49b3'),
+    ('lmdeploy.pytorch.spec_decode.spec_agent:SpecModelAgent', 'async_model_forward', 'eb42a8948a45242d'),
+    ('lmdeploy.pytorch.spec_decode.spec_agent:SpecModelAgent', 'build_cache_plan', '54afb715c8f1aebf'),
+    ('lmdeploy.pytorch.spec_decode.spec_agent', '_expand_sampling_inputs', '6bb623ecdcf8c9a8'),
+    ('lmdeploy.pytorch.engine.logits_process:FusedLogitsProcessor', '__call__', 'a1d470096708d64a'),
+    ('lmdeploy.pytorch.strategies.ar.sampling:ARSamplingStrategy', 'make_sampling_inputs', '1970432630eae13e'),
+    ('lmdeploy.pytorch.strategies.ar.step_inputs', 'step_sampling_delta', '8182e995adce2418'),
+    ('lmdeploy.pytorch.config:SpecDecodeConfig', 'from_config', '7d25f602e9e92ee3'),
 )
 CLI_PATCHES = (
     Patch(
@@ -96,12 +121,13 @@ CLI_PATCHES = (
 # Target classes that LMDeploy looks up by architecture, replaced by subclasses that hand out more taps.
 TARGETS = {
     'Qwen3ForCausalLM': f'{_HERE}.targets.TappedQwen3ForCausalLM',
+    'Qwen3MoeForCausalLM': f'{_HERE}.targets.TappedQwen3MoeForCausalLM',
 }
 
 
 def source_digest(symbol: Callable[..., Any]) -> str:
     """What identifies a function's source: 16 hex digits, '' where there is no source to read."""
-    plain = symbol.__func__ if isinstance(symbol, staticmethod) else symbol
+    plain = symbol.__func__ if isinstance(symbol, (staticmethod, classmethod)) else symbol
     try:
         text = inspect.getsource(plain)
     except (OSError, TypeError):
@@ -119,7 +145,9 @@ def install(patches: tuple[Patch, ...] = PATCHES) -> bool:
         logger.warning('LMDeploy is left as it is: %s', reason)
         return False
     pending = [patch for patch in patches if not _is_ours(patch.current())]
-    if strange := [patch.symbol for patch in pending if source_digest(patch.current()) != patch.digest]:
+    strange = [patch.symbol for patch in pending if source_digest(patch.current()) != patch.digest]
+    strange += [f'{owner}.{name}' for owner, name, digest in RELIED_ON if source_digest(found(owner, name)) != digest]
+    if strange:
         logger.warning('LMDeploy is left as it is: %s is not as in LMDeploy 0.18.0', ', '.join(strange))
         return False
     for patch in pending:

@@ -99,6 +99,7 @@ import lmdeploy.utils
 from lmdeploy.pytorch.backends import selector
 from lmdeploy.pytorch.backends.attention import AttentionImpl, AttentionMetadata, PagedAttentionBuildSpec
 from lmdeploy.pytorch.backends.default import DefaultOpsBackend
+from lmdeploy.pytorch.backends.moe import FusedMoEBuildSpec, FusedMoEImpl
 
 
 # ----------------------------------------------------------------------------------------------------- operators
@@ -169,6 +170,31 @@ class CpuAttention(AttentionImpl):
         return out
 
 
+class CpuExperts(FusedMoEImpl):
+    def __init__(self, spec: FusedMoEBuildSpec) -> None:
+        self.renormalize = spec.renormalize
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        gate_up_weights: Tensor,
+        down_weights: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> Tensor:
+        if self.renormalize:
+            topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(hidden_states)
+        for expert in range(len(gate_up_weights)):
+            rows, choice = torch.where(topk_ids == expert)
+            gate, up = (hidden_states[rows] @ gate_up_weights[expert].T).chunk(2, -1)
+            mine = (torch.nn.functional.silu(gate) * up) @ down_weights[expert].T
+            out.index_add_(0, rows, mine * topk_weights[rows, choice, None])
+        return out
+
+
 class CpuBackend(DefaultOpsBackend):
     @staticmethod
     def get_name() -> str:
@@ -178,6 +204,8 @@ class CpuBackend(DefaultOpsBackend):
     def build_op(cls, spec: Any, *, enable_deterministic: bool = False) -> Any:
         if isinstance(spec, PagedAttentionBuildSpec):
             return CpuAttention(spec)
+        if isinstance(spec, FusedMoEBuildSpec):
+            return CpuExperts(spec)
         return super().build_op(spec, enable_deterministic=enable_deterministic)
 
     @staticmethod

@@ -42,6 +42,14 @@ def test_every_dialect(host: Host, draft: str) -> None:
     same(outcomes, host.plain('dense', mixed()))
 
 
+@pytest.mark.parametrize('draft', ['dflash_fill_in', 'dflash_anchor_first', 'dspark_vanilla', 'dspark_fill_in_d2t'])
+def test_experts(host: Host, draft: str) -> None:
+    """Qwen3-MoE, whose taps are the plug-in's."""
+    with host.serve('moe', draft, max_prefill_token_num=64, enable_prefix_caching=True) as served:
+        outcomes = served.run(mixed())
+    same(outcomes, host.plain('moe', mixed()))
+
+
 @pytest.mark.parametrize('draft', ['dflash_fill_in', 'dspark_vanilla'])
 @pytest.mark.parametrize(
     'engine',

@@ -35,8 +35,8 @@ def test_stops(host: Host, draft: str) -> None:
     prompts = host.demo_prompts(5)
     free = host.plain('demo', [ask(p, max_new_tokens=40) for p in prompts])
     asks = [
-        ask(p, max_new_tokens=40, stop_token_ids=[o.token_ids[at], 3])
-        for p, o, at in zip(prompts, free, (0, 3, 9, 14, 20))
+        ask(p, max_new_tokens=40, stop_token_ids=[o.token_ids[at], 3], min_new_tokens=least)
+        for p, o, at, least in zip(prompts, free, (0, 3, 9, 14, 20), (0, 0, 5, 30, 0))
     ]
     with host.serve('demo', draft) as served:
         outcomes = served.run(asks)

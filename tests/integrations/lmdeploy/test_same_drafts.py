@@ -7,6 +7,13 @@ from tests.helpers.engines import DRAFTS, Settings, drive, generate, load, make_
 from tests.integrations.lmdeploy.host import Host, ask
 
 NEW = 40
+CASES = [
+    ('demo', 'dflash'),
+    ('demo', 'dspark'),
+    ('moe', 'dflash_fill_in'),
+    ('moe', 'dspark_vanilla'),
+    *(('dense', draft) for draft in DRAFTS),
+]
 
 
 def embedded(models: object, prompt: list[int]) -> tuple[list[int], dict[int, tuple[int, ...]]]:
@@ -16,12 +23,12 @@ def embedded(models: object, prompt: list[int]) -> tuple[list[int], dict[int, tu
     return outcome.token_ids, engine.proposals[asked.request_id]
 
 
-@pytest.mark.parametrize(('target', 'draft'), [('demo', 'dflash'), ('demo', 'dspark'), *(('dense', d) for d in DRAFTS)])
+@pytest.mark.parametrize(('target', 'draft'), CASES)
 def test_same_drafts(host: Host, target: str, draft: str) -> None:
     if target == 'demo':
         models, prompts = load(demo_folder('target'), demo_folder(draft), draft), host.demo_prompts(3)
     else:
-        models, prompts = host.world.models(draft), [list(prompt_ids(n, seed=5)) for n in (3, 40, 77)]
+        models, prompts = host.world.models(draft, target=target), [list(prompt_ids(n, seed=5)) for n in (3, 40, 77)]
     with host.serve(target, draft) as served:
         served.watch()
         for prompt in prompts:
