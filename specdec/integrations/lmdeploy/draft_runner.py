@@ -4,7 +4,7 @@ A step's graph has everything in it: absorbing the verified rows, the block, the
 stay out of LMDeploy's cache, so a request needs no room for them. Next: proposer.py, which fills HostRows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from specdec.kernels.kv_cache import cache_slots
 from specdec.layers.cache_specs import PagedCache
 from specdec.spec_decode.proposers.base import DraftStep
 from specdec.spec_decode.proposers.block import BlockProposer
+
+Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +79,32 @@ def even_rows(num_requests: int, rows_each: int, device: torch.device) -> tuple[
     return requests.repeat_interleave(rows_each), torch.arange(num_requests + 1, device=device) * rows_each
 
 
+class CudaGraphs:
+    """Captures steps; one pool of memory serves them all, since they run one at a time and results are copied out."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """`run`, captured: calling what is returned replays it, into the same result."""
+        run()  # compiles kernels, which a capture cannot
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode='thread_local'):
+            result = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
 class DecodeGraph:
     """A captured decode step for up to `batch` requests with K + 1 rows each. Nobody's rows write to page 0."""
 
-    def __init__(self, model: DraftModule, batch: int, like: HostRows, rows_each: int, table_width: int) -> None:
+    def __init__(
+        self, model: DraftModule, batch: int, like: HostRows, rows_each: int, table_width: int, capture: Capture
+    ) -> None:
         device = like.taps.device
         self.rows_each = rows_each
         self.numbers = torch.zeros(3, batch, dtype=torch.int64, device=device)
@@ -96,11 +120,7 @@ class DecodeGraph:
             page_table=like.page_table.new_zeros(batch, table_width),
             cache=like.cache,
         )
-        model(self.rows)  # compiles kernels, which a capture cannot
-        self.graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream()
-        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode='thread_local'):
-            self.drafts: Tensor = model(self.rows)
+        self.replay = capture(lambda: model(self.rows))
 
     def __call__(self, rows: HostRows) -> Tensor:
         mine, batch = self.rows, rows.anchors.shape[0]
@@ -112,20 +132,23 @@ class DecodeGraph:
         mine.anchors[:batch].copy_(rows.anchors)
         mine.page_table.zero_()
         mine.page_table[:batch, :width].copy_(rows.page_table[:, :width])
-        self.graph.replay()
-        return self.drafts[:batch].clone()
+        return self.replay()[:batch].clone()
 
 
 class DraftRunner(GraphRunner):
     """Prompts operator by operator; decode steps by the smallest graph that holds them, if graphs are wanted."""
 
+    make_capture: Callable[[], Capture] = CudaGraphs
+
     def __init__(self, model: DraftModule, **settings: Any) -> None:
         super().__init__(model, **settings)
-        self.captures = not self.backend_config.eager_mode and torch.device(self.device).type == 'cuda'
         self.graphs: dict[int, DecodeGraph] = {}
 
     def __call__(self, rows: HostRows, drafting: bool = True) -> Tensor | None:
         return self.model(rows, drafting)
+
+    def wants_graphs(self) -> bool:
+        return not self.backend_config.eager_mode and torch.device(self.device).type == 'cuda'
 
     def decode(self, rows: HostRows) -> Tensor:
         """A step in which every request has K + 1 rows -> drafts [B, K]."""
@@ -134,9 +157,11 @@ class DraftRunner(GraphRunner):
 
     def capture(self, sizes: Sequence[int], like: HostRows, rows_each: int) -> None:
         """Graphs for batches of `sizes`. `like`: rows of the dtypes, widths and caches to come."""
-        width = -(-self.model.positions // like.cache.k[0].shape[1])
-        for batch in sorted(sizes, reverse=True) if self.captures else ():
-            self.graphs[batch] = DecodeGraph(self.model, batch, like, rows_each, width)
+        if not self.wants_graphs():
+            return
+        capture, width = self.make_capture(), -(-self.model.positions // like.cache.k[0].shape[1])
+        for batch in sorted(sizes, reverse=True):
+            self.graphs[batch] = DecodeGraph(self.model, batch, like, rows_each, width, capture)
 
     def reset(self) -> None:
         super().reset()

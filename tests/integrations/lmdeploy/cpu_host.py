@@ -14,6 +14,7 @@ from typing import Any
 os.environ['LMDEPLOY_ENABLE_CHECK_ENV'] = '0'
 
 import torch
+import torch.distributed
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -90,6 +91,20 @@ torch.Tensor.record_stream = lambda self, *_: None
 if not hasattr(torch._C, '_cuda_clearCublasWorkspaces'):
     torch._C._cuda_clearCublasWorkspaces = lambda: None
 CpuInPlaceOfCuda().__enter__()
+
+
+def _gloo(function: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if 'backend' in kwargs:
+            kwargs['backend'] = 'gloo'
+        kwargs.pop('device_id', None)
+        return function(*args, **kwargs)
+
+    return call
+
+
+torch.distributed.new_group = _gloo(torch.distributed.new_group)
+torch.distributed.init_process_group = _gloo(torch.distributed.init_process_group)
 
 import lmdeploy.pytorch.config
 import lmdeploy.pytorch.engine.config_builder

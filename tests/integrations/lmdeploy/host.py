@@ -13,6 +13,7 @@ from typing import Any
 
 import lmdeploy
 from lmdeploy import GenerationConfig, PytorchEngineConfig
+from lmdeploy.pytorch.engine import engine_loop
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specdec.demo.prompts import held_out_prompts
@@ -45,15 +46,28 @@ class Outcome:
     finish: str | None = None
     text: str = ''
     logprobs: list[dict[int, float]] = field(default_factory=list)
-    steps: int = 0
 
 
 class Served:
-    """A running pipeline. `drafted`: (length, anchor, drafts) of every proposal, while `watching`."""
+    """A running pipeline. `drafted`: (length, anchor, drafts) of every proposal, once it is watched; `accepted`: how
+    many drafts of each request's decode steps were, by LMDeploy's own count.
+    """
 
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
+        self.accepted: list[int] = []
+        self._make_metrics = engine_loop.RequestMetrics
+        engine_loop.RequestMetrics = self._metrics
         self.drafted: list[tuple[int, int, tuple[int, ...]]] = []
+
+    def _metrics(self, *args: Any, spec_info: dict[str, int] | None = None, **kwargs: Any) -> Any:
+        if spec_info is not None:
+            self.accepted.append(spec_info['num_accepted_tokens'])
+        return self._make_metrics(*args, spec_info=spec_info, **kwargs)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        return 1 + sum(self.accepted) / len(self.accepted)
 
     def run(self, asks: Sequence[Ask]) -> list[Outcome]:
         """All requests at once."""
@@ -72,7 +86,6 @@ class Served:
             outcome.logprobs += out.logprobs or []
             outcome.text += out.response or ''
             outcome.finish = out.finish_reason or outcome.finish
-            outcome.steps += bool(out.token_ids)
         return outcome
 
     @property
@@ -104,6 +117,7 @@ class Served:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        engine_loop.RequestMetrics = self._make_metrics
         self.pipe.close()
 
 

@@ -76,7 +76,7 @@ def distance(a: Sequence[int], b: Sequence[int]) -> float:
 
 @pytest.mark.timeout(240)
 def test_1500_requests_are_drawn_as_plain_decoding_draws(host: Host) -> None:
-    """Token by token, no further from plain decoding than 99.9 % of random splits of both samples."""
+    """Token by token, no further from plain decoding than random splits of both samples from each other."""
     settings = {'max_batch_size': 64, 'num_gpu_blocks': 600, 'session_len': 64}
     prompt, count = prompt_ids(6, seed=11), 1500
     asks = [
@@ -90,10 +90,10 @@ def test_1500_requests_are_drawn_as_plain_decoding_draws(host: Host) -> None:
     for position in range(1, 4):
         mine, theirs = ([o.token_ids[position] for o in outcomes] for outcomes in (drafted, plain))
         pooled, floor = [*mine, *theirs], []
-        for _ in range(1000):
+        for _ in range(200):
             generator.shuffle(pooled)
             floor.append(distance(pooled[:count], pooled[count:]))
-        assert distance(mine, theirs) <= sorted(floor)[-1], position
+        assert distance(mine, theirs) <= max(floor), position
 
 
 @torch.no_grad()
