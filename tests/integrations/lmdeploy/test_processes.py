@@ -8,7 +8,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -19,44 +18,53 @@ from tests.integrations.lmdeploy.host import Host, ask
 
 PROGRAM = [sys.executable, '-m', 'tests.integrations.lmdeploy.on_cpu']
 START = 120  # seconds that a server may take
+# LMDeploy's parent may end the manager whose condition its engine process is still letting go: on a busy machine, a
+# server may have to be started again.
+LOST_RACE, ATTEMPTS = "_callmethod('release')", 4
 
 
-@pytest.fixture(scope='module', params=['dspark', 'dflash'])
-def server(request: pytest.FixtureRequest, host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope='module')
+def server(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of `specdec-lmdeploy serve api_server`, its engine in a process that LMDeploy spawns."""
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         port = free.getsockname()[1]
-    draft = request.param
     command = [
         *PROGRAM, 'lmdeploy', 'serve', 'api_server', str(host.target_folder('demo')),
-        '--speculative-algorithm', draft, '--speculative-draft-model', str(host.draft_folder('demo', draft)),
+        '--speculative-algorithm', 'dspark',
+        '--speculative-draft-model', str(host.draft_folder('demo', 'dspark')),
         '--server-name', '127.0.0.1', '--server-port', str(port), '--model-name', 'demo',
         '--session-len', '256', '--max-batch-size', '4', '--cache-max-entry-count', '0.05', '--eager-mode',
         '--enable-prefix-caching', '--log-level', 'WARNING',
     ]  # fmt: skip
     log = tmp_path_factory.mktemp('server') / 'log'
-    with log.open('wb') as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
-        try:
-            _wait(f'http://127.0.0.1:{port}/health', process, log)
-            yield f'http://127.0.0.1:{port}'
-        finally:
-            process.terminate()
+    for _ in range(ATTEMPTS):
+        with log.open('wb') as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
             try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
+                if _started(f'http://127.0.0.1:{port}/health', process):
+                    yield f'http://127.0.0.1:{port}'
+                    return
+            finally:
+                process.terminate()
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+        if LOST_RACE not in log.read_text():
+            break
+    raise AssertionError(log.read_text()[-3000:])
 
 
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def _started(url: str, process: subprocess.Popen[bytes]) -> bool:
     for _ in range(2 * START):
-        assert process.poll() is None, log.read_text()[-3000:]
+        if process.poll() is not None:
+            return False
         try:
             with urllib.request.urlopen(url, timeout=5):
-                return
+                return True
         except OSError:
             time.sleep(0.5)
-    raise AssertionError(log.read_text()[-3000:])
+    return False
 
 
 def metrics(address: str) -> dict[str, float]:
@@ -70,7 +78,7 @@ def metrics(address: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_the_openai_client_and_the_metrics(host: Host, server: str) -> None:
     prompts = [prompt.text[:200] for prompt in held_out_prompts()[:4]]
     tokenizer = _tokenizer(host)
