@@ -52,7 +52,7 @@ class Bench:
             proposer = PROPOSERS[draft.kind](model, draft.default_tokens)
         config = PytorchEngineConfig(max_batch_size=batch, enable_prefix_caching=False)
         pages = batch * (self.session // config.block_size + 2)
-        specs = tuple(s for s in (self.target.cache_spec(), proposer.cache_spec()) if s is not None)
+        specs = tuple(s for s in (self.target.cache_spec(proposer.num_drafts), proposer.cache_spec()) if s is not None)
         memory = plan_memory(specs, config.block_size, 0, 0.5, 0, pages)
         sources = Sources(self.shape, Path(), self.config, None, draft, proposer.num_drafts)
         return assemble(sources, config, self.target, proposer, memory, self.session, self.device)
