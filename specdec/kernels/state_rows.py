@@ -27,16 +27,16 @@ class StateRows:
     fresh: Tensor
     chunk_rows: tuple[int, ...]
 
-    def chunk(self, index: int) -> 'StateRows':
-        """One prompt chunk alone; its rows still count from the step's first."""
-        last = index + 1
+    def chunks(self) -> 'StateRows':
+        """The prompt chunks alone."""
+        count = len(self.chunk_rows)
         return StateRows(
-            self.slots[index:last],
-            self.offsets[index : last + 1],
-            self.pending[index:last],
-            self.parity[index:last],
-            self.fresh[index:last],
-            self.chunk_rows[index:last],
+            self.slots[:count],
+            self.offsets[: count + 1],
+            self.pending[:count],
+            self.parity[:count],
+            self.fresh[:count],
+            self.chunk_rows,
         )
 
     def decodes(self) -> 'StateRows':

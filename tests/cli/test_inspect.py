@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from specdec.cli.inspect import inspect
 from tests.helpers import checkpoints as tiny
 from tests.helpers import deepseek_v4 as v4
+from tests.helpers.hybrid import as_vision_model, random_hybrid, rewrite, stack_experts
 
 app = typer.Typer()
 app.command()(inspect)
@@ -122,3 +123,21 @@ def test_deepseek_v4_and_its_heads(tmp_path):
     result = run(v4.write(tmp_path / 'torn', v4.bundled_config(), tensors))
     assert result.exit_code == 1
     assert 'layers.1.attn.indexer.wq_b.weight' in result.stderr
+
+
+def test_a_hybrid_with_a_vision_tower(tmp_path):
+    random_hybrid('moe').save_pretrained(tmp_path)
+    rewrite(tmp_path, as_vision_model)
+    rewrite(tmp_path, stack_experts)
+    result = run(tmp_path)
+    assert result.exit_code == 0, result.output
+    for words in (
+        'kind: target, Qwen3_5MoeForConditionalGeneration',
+        'attention: gated, in 1 layers; 50% of each head is rotated',
+        'gated delta rule in 3 layers: 2 key heads of 8, 4 value heads of 16, convolution over 4 rows',
+        'and a gated shared one of size 20, weights renormalised, in 4 layers',
+        'model.visual.blocks.0.attn.qkv.weight',
+        'missing: 0',
+        'unexpected: 0',
+    ):
+        assert words in result.stdout

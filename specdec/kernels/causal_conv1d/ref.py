@@ -18,14 +18,16 @@ def causal_conv1d(x: Tensor, weight: Tensor, windows: Tensor, rows: StateRows) -
 
 def convolve_chunks(x: Tensor, weight: Tensor, windows: Tensor, rows: StateRows, out: Tensor) -> None:
     """The prompt chunks' rows of `out`; their slots' windows begin anew in set 0."""
-    start = 0
-    for r, count in enumerate(rows.chunk_rows):
-        chunk = rows.chunk(r)
+    if not rows.chunk_rows:
+        return
+    chunks, kept, start = rows.chunks(), [], 0
+    for before, count in zip(_lookback(weight, windows, chunks), rows.chunk_rows):
         stop = start + count
-        known = torch.cat([_lookback(weight, windows, chunk)[0], x[start:stop]])
+        known = torch.cat([before, x[start:stop]])
         out[start:stop] = _convolve(known[None], weight)[0].to(out.dtype)
-        windows[chunk.slots, 0, : weight.shape[1] - 1] = known[None, count:]
+        kept.append(known[count:])
         start = stop
+    windows[chunks.slots, 0, : weight.shape[1] - 1] = torch.stack(kept)
 
 
 def _convolve_decodes(x: Tensor, weight: Tensor, windows: Tensor, rows: StateRows, out: Tensor) -> None:

@@ -12,8 +12,8 @@ CHUNK = 64
 
 def gated_delta_rule(qkv: Tensor, gates: DeltaGates, cache: DeltaState, heads: DeltaHeads, rows: StateRows) -> Tensor:
     out = torch.zeros(qkv.shape[0], heads.values, dtype=qkv.dtype, device=qkv.device)
-    for r in range(len(rows.chunk_rows)):
-        fold(cache, heads, rows.chunk(r))
+    if rows.chunk_rows:
+        fold(cache, heads, rows.chunks())
     run_chunks(qkv, gates, cache, heads, rows, out)
     decodes = rows.decodes()
     if len(decodes.slots):
@@ -79,24 +79,33 @@ def _by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     """Rows [n, HV, d] behind `state` [HV, dk, dv] -> outputs [n, HV, dv] and the state behind them.
 
     With G the sum of g within a chunk, the rows' corrections u solve (I + A) u = beta (v - exp(G) k S), where
-    A[i, j] = beta_i exp(G_i - G_j) k_i . k_j below the diagonal (https://arxiv.org/abs/2412.06464).
+    A[i, j] = beta_i exp(G_i - G_j) k_i . k_j below the diagonal (https://arxiv.org/abs/2412.06464). All chunks are
+    solved at once for both right-hand sides; only what S brings is left to go chunk by chunk.
     """
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    g, beta = g.t(), beta.t()
+    count = len(k)
+    size = min(CHUNK, count)
+
+    def chunks(x: Tensor) -> Tensor:
+        """[n, HV, ...] -> [HV, chunks, size, ...]; rows of zeros behind the last change nothing."""
+        padded = F.pad(x, (0, 0) * (x.dim() - 1) + (0, -count % size))
+        return padded.unflatten(0, (-1, size)).movedim(2, 0)
+
+    q, k, v, g, beta = chunks(q), chunks(k), chunks(v), chunks(g), chunks(beta)
+    total, rate = g.cumsum(-1), beta[..., None]
+    decays = (total[..., None] - total[..., None, :]).tril().exp().tril()
+    grown = total.exp()[..., None]
+    sides = torch.cat([rate * v, rate * grown * k], -1)
+    solved = torch.linalg.solve_triangular(rate * (k @ k.mT) * decays, sides, upper=False, unitriangular=True)
+    fresh, known = solved.split((v.shape[-1], k.shape[-1]), -1)
+    scores, q = (q @ k.mT) * decays, q * grown
+    k = k * (total[..., -1:] - total).exp()[..., None]
+    left = total[..., -1, None, None].exp()
     outputs = []
-    for first in range(0, k.shape[1], CHUNK):
-        part = slice(first, first + CHUNK)
-        qs, ks, vs = q[:, part], k[:, part], v[:, part]
-        total = g[:, part].cumsum(-1)
-        rate = beta[:, part, None]
-        decays = (total[:, :, None] - total[:, None]).tril().exp().tril()
-        system = rate * (ks @ ks.transpose(1, 2)) * decays
-        wanted = rate * (vs - total.exp()[..., None] * (ks @ state))
-        new = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-        outputs.append(total.exp()[..., None] * (qs @ state) + (qs @ ks.transpose(1, 2) * decays) @ new)
-        left = (total[:, -1:] - total).exp()[..., None]
-        state = state * total[:, -1:, None].exp() + (ks * left).transpose(1, 2) @ new
-    return torch.cat(outputs, 1).transpose(0, 1), state
+    for i in range(k.shape[1]):
+        new = fresh[:, i] - known[:, i] @ state
+        outputs.append(q[:, i] @ state + scores[:, i] @ new)
+        state = state * left[:, i] + k[:, i].mT @ new
+    return torch.cat(outputs, 1)[:, :count].transpose(0, 1), state
 
 
 def _update(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:

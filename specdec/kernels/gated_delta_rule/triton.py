@@ -117,8 +117,8 @@ def gated_delta_rule(
 ) -> Tensor:
     """`value_block`: value channels of one program, a power of two."""
     out = torch.zeros(qkv.shape[0], heads.values, dtype=qkv.dtype, device=qkv.device)
-    for r in range(len(rows.chunk_rows)):
-        fold(cache, heads, rows.chunk(r))
+    if rows.chunk_rows:
+        fold(cache, heads, rows.chunks())
     run_chunks(qkv, gates, cache, heads, rows, out)
     decodes = rows.decodes()
     if len(decodes.slots):
