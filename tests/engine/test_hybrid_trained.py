@@ -53,7 +53,7 @@ def test_drafts_are_accepted_and_rejected(models: Models, ledger: Ledger, params
     for prompt, outcome in zip(PROMPTS, found):
         ledger.same(models, ledger.plain(models, prompt, NEW_TOKENS, **params), outcome)
     assert mean_accepted_length(found) > 2
-    assert len({emitted for outcome in found for emitted in accepted(outcome)}) > 4
+    assert len({emitted for outcome in found for emitted in accepted(outcome)}) > 3
 
 
 @pytest.mark.parametrize('on_a_gpu', [False, True])
@@ -71,8 +71,9 @@ def test_as_many_are_accepted_whatever_the_way_to_the_prompts_end(models: Models
 
 
 def test_preempted_requests_accept_as_much(models: Models, ledger: Ledger):
-    driver = drive(make_engine(models, replace(SETTINGS, num_pages=22, prefix_caching=False)))
-    found = generate(driver, [request(p, NEW_TOKENS) for p in PROMPTS], [0, 1, 2, 3])
+    few = replace(SETTINGS, session_len=192, num_pages=14, prefix_caching=False)
+    driver = drive(make_engine(models, few))
+    found = generate(driver, [request(p, NEW_TOKENS) for p in PROMPTS[:3]], [0, 1, 2])
     assert driver.engine.scheduler.stats.preemptions > 0
     for prompt, outcome in zip(PROMPTS, found):
         ledger.same(models, ledger.plain(models, prompt, NEW_TOKENS), outcome)

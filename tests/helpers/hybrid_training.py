@@ -107,6 +107,7 @@ def make(folder: Path, target_steps: int, draft_steps: int, texts: int = 400) ->
     ids = torch.tensor([spoken.text(LENGTH, 900_000 + i) for i in range(texts)])
     earliest = torch.ones(texts, dtype=torch.int64)
     train_drafts(recipe, teacher, drafts, ids, earliest, ids.flatten(), Machine(torch.device('cpu')))
+    (folder / 'target' / 'model.safetensors').chmod(0o644)
     write_dflash(folder / 'dflash', drafts['dflash'])
     write_dspark(folder / 'dspark', drafts['dspark'], teacher)
 

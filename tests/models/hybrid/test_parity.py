@@ -188,3 +188,19 @@ def test_what_would_change_a_formula_is_refused_by_name(key: str, tmp_path: Path
     with pytest.raises(CheckpointError, match=reason) as caught:
         read_target(tmp_path)
     assert key in str(caught.value)
+
+
+@pytest.mark.parametrize('kind', ['dense', 'next'])
+def test_bfloat16_is_as_close_to_fp32_as_transformers_is(kind: str, tmp_path: Path) -> None:
+    model = random_hybrid(kind, seed=2).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    theirs = torch.cat([reference_outputs(model, ids).logits for ids in PROMPTS]).float()
+    exact = torch.cat([reference_outputs(model.float(), ids).logits for ids in PROMPTS])
+    with torch.inference_mode():
+        logits, taps = drive(load_target(tmp_path, TAPS, torch.bfloat16), ragged())
+    found = torch.cat(logits)
+    assert found.dtype == torch.float32
+    assert taps[0].dtype == torch.bfloat16
+    mine, reference = (torch.nn.functional.cosine_similarity(x, exact, dim=-1) for x in (found, theirs))
+    assert mine.mean() > reference.mean() - 1e-3
+    assert mine.median() > 0.998
