@@ -136,14 +136,13 @@ class Pipeline:
         set_log_level(log_level)
         from specdec.engine.build import build_engine
         from specdec.engine.tokenizer import Tokenizer
+        from specdec.models.hub import find_target
 
+        config = backend_config or PytorchEngineConfig()
+        # before the weights, which take longer to load
+        tokenizer = Tokenizer.load(find_target(model_path, config.revision, config.download_dir), chat_template_config)
         with _loading_bar() as progress:
-            engine = build_engine(model_path, backend_config or PytorchEngineConfig(), speculative_config, progress)
-        try:
-            tokenizer = Tokenizer.load(engine.info.folder, chat_template_config)
-        except BaseException:
-            engine.close()
-            raise
+            engine = build_engine(model_path, config, speculative_config, progress)
         self._open(engine, tokenizer, max_log_len)
 
     @classmethod
@@ -199,7 +198,8 @@ class Pipeline:
             use_tqdm: a progress bar on stderr; None shows one for many prompts on a terminal.
             tools, enable_thinking, chat_template_kwargs: handed to the chat template.
 
-        A prompt that cannot be served never raises: its Response has finish_reason 'error' and says why.
+        A prompt that cannot be served never raises: its Response has finish_reason 'error' and says why. So have those
+        that were under way when the engine failed (error_code 'engine_error'); every later call raises EngineError.
         """
         _refuse_unknown('infer', kwargs)
         form = _PromptForm(do_preprocess, tools, _template_arguments(enable_thinking, chat_template_kwargs))
@@ -535,7 +535,8 @@ def _one_for_each(name: str, value: Any, kind: type, prompts: Iterable[Any]) -> 
     if value is None or isinstance(value, kind):
         return itertools.repeat(value)
     if not isinstance(value, Sequence) or not all(isinstance(one, kind) for one in value):
-        raise RequestError(name, value, f'must be a {kind.__name__}, or a list of them')
+        hint = '; settings go by name: gen_config=...' if isinstance(value, GenerationConfig) else ''
+        raise RequestError(name, value, f'must be a {kind.__name__}, or a list of them{hint}')
     if not isinstance(prompts, Sequence):
         raise RequestError(name, f'{len(value)} of them', 'a list of settings needs a list of prompts')
     if len(value) != len(prompts):

@@ -255,6 +255,12 @@ def test_engine_failure(tokenizer):
             pipe('x')
 
 
+def test_settings_in_the_place_of_sessions(tokenizer):
+    hint = r'sessions=.*settings go by name: gen_config='
+    with Pipeline.from_engine(FakeEngine(endless), tokenizer) as pipe, pytest.raises(RequestError, match=hint):
+        list(pipe.stream_infer(['a'], GenerationConfig()))
+
+
 def test_a_dropped_pipeline_closes_its_engine(tokenizer):
     engine = FakeEngine(lambda r: in_steps(r.prompt_ids, 3))
     pipe = Pipeline.from_engine(engine, tokenizer)

@@ -31,7 +31,7 @@ from specdec.models.deepseek_v4.config import DeepseekV4Config
 from specdec.models.deepseek_v4.target import implied_shapes
 from specdec.models.deepseek_v4.tensors import plain_shapes
 from specdec.models.draft_dialects import check_fit
-from specdec.models.hub import resolve_model
+from specdec.models.hub import check_has_tokenizer, resolve_model
 from specdec.models.hybrid.target import implied_shapes as hybrid_shapes
 from specdec.models.tensor_table import (
     Shape,
@@ -53,7 +53,8 @@ KIND_NAMES = {'dflash': 'DFlash', 'dspark': 'DSpark'}
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `inspect` found. `misfit`: why it does not go with the target; `damage`: what is wrong with its tensors."""
+    """What `inspect` found. `misfit`: why it does not go with the target; `damage`: what is wrong with its tensors,
+    or what else it lacks."""
 
     folder: str
     config: TargetConfig | DraftConfig
@@ -114,7 +115,8 @@ def examine(folder: Path, target: Path | None = None) -> Report:
         raise ConfigError('target', str(target), f'goes with a draft, and {folder} is none')
     served = read_target(folder)
     tensors = account_target(folder, served)
-    return Report(str(folder), served, tensors, damage=_objection(lambda: tensors.check(str(folder))))
+    damage = _objection(lambda: tensors.check(str(folder))) or _objection(lambda: check_has_tokenizer(folder))
+    return Report(str(folder), served, tensors, damage=damage)
 
 
 def account_target(folder: Path, config: TargetConfig) -> TensorAccount:

@@ -322,6 +322,8 @@ def _run(
     """Everything that can be refused is refused before the engine loads; the address is taken first."""
     try:
         from specdec.engine.process_client import BuildEngine, ProcessClient
+        from specdec.engine.tokenizer import Tokenizer
+        from specdec.models.hub import find_target
         from specdec.serve.api_server import create_app, run
         from specdec.serve.config import ServerConfig, bind, url_of
         from specdec.serve.parsers.answer_parser import ParserFactory
@@ -332,6 +334,8 @@ def _run(
     config = ServerConfig(**server)
     ParserFactory(config.reasoning_parser, config.tool_call_parser)
     set_log_level(config.log_level)
+    template = options.chat_template_config(chat_template)
+    tokenizer = Tokenizer.load(find_target(model, engine_config.revision, engine_config.download_dir), template)
     listener = bind(config)
     typer.echo(f'specdec {__version__}: loading {model}')
     try:
@@ -342,7 +346,7 @@ def _run(
         raise typer.Exit(130) from None
     try:
         _say_what_was_loaded(client, speculative)
-        app = create_app(client, config, options.chat_template_config(chat_template), _settings(client, speculative))
+        app = create_app(client, config, template, _settings(client, speculative), tokenizer)
         typer.echo(f'serving {app.state.service.model_name} at {url_of(config, listener)} (API: /docs, Ctrl-C ends)')
         run(app, config, listener)
     finally:

@@ -7,7 +7,6 @@ memory is shared out, and session_len is settled last, by what the pages hold. N
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 
 import psutil
@@ -38,7 +37,7 @@ from specdec.models.configs import DraftConfig, Qwen3Config, TargetConfig
 from specdec.models.deepseek_v4.config import BundledDraft, DeepseekV4Config
 from specdec.models.deepseek_v4.draft import BundledDspark
 from specdec.models.draft.block_draft import BlockDraft
-from specdec.models.hub import resolve_model
+from specdec.models.hub import DEMO, demo_folder, find_target, resolve_model
 from specdec.models.module_map import TARGETS
 from specdec.models.target import TargetModel
 from specdec.models.tensor_table import ignored_draft, ignored_target
@@ -53,7 +52,6 @@ from specdec.spec_decode.verify_length import ADMITTED, EVERY_DRAFT, LengthRule,
 
 logger = logging.getLogger('specdec')
 
-DEMO = 'demo'
 LoadProgress = Callable[[str, int, int], None]  # (what is loaded, bytes done, bytes in all)
 
 
@@ -230,9 +228,7 @@ def pick_length_rule(sources: Sources) -> LengthRule:
 def read_sources(model_path: str, config: PytorchEngineConfig, speculative: SpeculativeConfig | None) -> Sources:
     """Find both checkpoints and read their configs; the checkpoint decides which method it is for."""
     is_demo = model_path == DEMO and not Path(DEMO).is_dir()
-    target_folder = (
-        demo_folder('target') if is_demo else resolve_model(model_path, config.revision, config.download_dir)
-    )
+    target_folder = find_target(model_path, config.revision, config.download_dir)
     target = read_target(target_folder)
     eos_ids = read_generation_defaults(target_folder).eos_ids
     if speculative is None:
@@ -310,11 +306,6 @@ def bundled_draft(folder: Path, target: TargetConfig) -> BundledDraft:
             raise ConfigError('model', '', remedy)
         raise ConfigError('model', '', f'{folder} has no DSpark heads (mtp.*); use a checkpoint that has them')
     raise ConfigError('model', '', f'{folder} has no bundled drafts; name a draft checkpoint in SpeculativeConfig')
-
-
-def demo_folder(name: str) -> Path:
-    """Folder of the packaged demo target or of its draft for a method."""
-    return Path(str(files('specdec'))) / 'demo' / 'models' / name
 
 
 def settle_num_drafts(speculative: SpeculativeConfig, draft: DraftConfig | BundledDraft) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from specdec.errors import CheckpointError, ConfigError, RequestError
 from specdec.messages import ChatTemplateConfig
+from specdec.models.hub import check_has_tokenizer
 
 REPLACEMENT = '\ufffd'  # what a decoder writes for bytes that are no UTF-8 (yet)
 MAX_HELD_TOKENS = 32  # text of so many tokens that still ends in half a character is given out as it is
@@ -118,13 +119,14 @@ class Tokenizer:
         """Reads tokenizer files from a local folder. CheckpointError if there are none that can be served."""
         if not Path(folder).is_dir():
             raise CheckpointError('tokenizer', str(folder), 'is no folder')
+        check_has_tokenizer(Path(folder))
         from transformers import AutoTokenizer
 
         try:
             hf_tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         except Exception as error:  # every tokenizer class has its own ways to fail on a broken file
             cause = f'{type(error).__name__}: {error}'.splitlines()[0]
-            raise CheckpointError('tokenizer', str(folder), f'cannot be read ({cause})') from error
+            raise CheckpointError('tokenizer', str(folder), f'cannot be read; download it again ({cause})') from error
         if not hf_tokenizer.is_fast:
             raise CheckpointError('tokenizer', str(folder), 'has no fast version; add a tokenizer.json')
         if chat_template_config is None or chat_template_config.chat_template is None:

@@ -291,7 +291,9 @@ def _headers(folder: Path) -> dict[Path, Header]:
         return _indexed_headers(folder)
     pickles = sorted(path.name for pattern in ('*.bin', '*.pt', '*.pth') for path in folder.glob(pattern))
     remedy = f'has neither {SINGLE} nor {INDEX}'
-    if pickles:
+    if not pickles:
+        remedy += '; add the weights, or name the folder that has them'
+    else:
         remedy += f'; {pickles[0]} is a pickle, which is never loaded: convert it to safetensors'
     raise CheckpointError('folder', str(folder), remedy)
 

@@ -6,13 +6,30 @@ Next: checkpoint.py, which reads the folder.
 
 import os
 import re
+from importlib.resources import files
 from pathlib import Path
 
-from specdec.errors import ConfigError
+from specdec.errors import CheckpointError, ConfigError
 
 ALLOWED_FILES = ('*.json', '*.safetensors', '*.jinja', '*.tiktoken', 'tokenizer*', 'merges.txt', 'vocab.txt')
+TOKENIZER_FILES = ('tokenizer.json', 'vocab.json', 'tokenizer.model', 'vocab.txt')
 IGNORED_FILES = ('*/*', '*.py')  # subfolders hold other formats of the same weights
 _HUB_NAME = re.compile(r'[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?')
+
+
+DEMO = 'demo'
+
+
+def find_target(name_or_path: str, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """The folder of a target, which may be the packaged one; ConfigError as `resolve_model`."""
+    if name_or_path == DEMO and not os.path.isdir(DEMO):
+        return demo_folder('target')
+    return resolve_model(name_or_path, revision, download_dir)
+
+
+def demo_folder(name: str) -> Path:
+    """Folder of the packaged demo target or of its draft for a method."""
+    return Path(str(files('specdec'))) / 'demo' / 'models' / name
 
 
 def resolve_model(
@@ -31,6 +48,13 @@ def resolve_model(
     if not _HUB_NAME.fullmatch(name):
         raise ConfigError('model', name, 'no such folder; check the path')
     return _fetch(name, revision, download_dir)
+
+
+def check_has_tokenizer(folder: Path) -> None:
+    """CheckpointError if no file of a target's folder can be the vocabulary of a tokenizer."""
+    if not any(os.path.isfile(folder / name) for name in TOKENIZER_FILES):
+        remedy = 'has no tokenizer.json; add it, and tokenizer_config.json, from where the model comes from'
+        raise CheckpointError('tokenizer', str(folder), remedy)
 
 
 def _fetch(name: str, revision: str | None, download_dir: str | None) -> Path:

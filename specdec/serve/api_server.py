@@ -50,9 +50,13 @@ def create_app(
     config: ServerConfig,
     chat_template: ChatTemplateConfig | None = None,
     settings: dict[str, str] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> FastAPI:
-    """The application around an engine that runs; it starts the client, and closes it when it shuts down."""
-    tokenizer = Tokenizer.load(client.info.folder, chat_template)
+    """The application around an engine that runs; it starts the client, and closes it when it shuts down.
+
+    `tokenizer`: the engine's model's, if it is loaded already, with the chat template that shall be used.
+    """
+    tokenizer = tokenizer or Tokenizer.load(client.info.folder, chat_template)
     engine = AsyncEngine(client, tokenizer)
     service = Service(config, engine, sampling_settings(config, client.info.folder), settings or {})
 

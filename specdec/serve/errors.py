@@ -96,7 +96,7 @@ def invalid_body(error: ValidationError, kind: type[BaseModel], body: bytes) -> 
     first = next((one for one in found if one['type'] == 'extra_forbidden'), found[0])
     same = [one for one in found if one['loc'][:1] == first['loc'][:1]]
     if first['type'] != 'extra_forbidden':
-        first = max(same, key=lambda one: len(_path(one, value)))
+        first = max(same, key=lambda one: _distance(_path(one, value)))
     keys = _path(first, value)
     path = '.'.join(map(str, keys))
     param = str(keys[0]) if keys else None
@@ -120,6 +120,11 @@ def _path(found: Any, value: Any) -> list[int | str]:
             value = value[step]
             keys.append(step)
     return [*keys, found['loc'][-1]] if found['type'] == 'missing' else keys
+
+
+def _distance(path: list[int | str]) -> tuple[int, list[int]]:
+    """How far into a value an error is: deeper, then later in lists."""
+    return len(path), [key for key in path if isinstance(key, int)]
 
 
 def _form(found: Any) -> str:

@@ -18,9 +18,14 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+def with_tokenizer(folder):
+    (folder / 'tokenizer.json').write_text('{}')
+    return folder
+
+
 @pytest.fixture
 def target(tmp_path):
-    return tiny.write(tmp_path / 'target', tiny.target_config(), tiny.target_tensors(), shards=2)
+    return with_tokenizer(tiny.write(tmp_path / 'target', tiny.target_config(), tiny.target_tensors(), shards=2))
 
 
 @pytest.fixture
@@ -35,6 +40,18 @@ def test_a_target(target):
     assert result.exit_code == 0
     for words in ('kind: target, Qwen3ForCausalLM', '4 query, 2 key-value, of 8', 'tensors used: 69', 'missing: 0'):
         assert words in result.stdout
+
+
+def test_a_target_without_a_tokenizer_or_weights(target):
+    (target / 'tokenizer.json').unlink()
+    result = run(target)
+    assert result.exit_code == 1
+    assert result.stderr == f"error: tokenizer='{target}': has no tokenizer.json; " + (
+        'add it, and tokenizer_config.json, from where the model comes from\n'
+    )
+    (target / 'model.safetensors.index.json').unlink()
+    result = run(target)
+    assert 'add the weights, or name the folder that has them' in result.stderr
 
 
 def test_a_draft_and_its_target(draft, target):
@@ -108,7 +125,7 @@ def test_help():
 
 def test_deepseek_v4_and_its_heads(tmp_path):
     tensors = v4.target_tensors(v4.build_target()) | v4.draft_tensors(v4.build_draft())
-    result = run(v4.write(tmp_path / 'v4', v4.bundled_config(), v4.quantise(tensors)))
+    result = run(with_tokenizer(v4.write(tmp_path / 'v4', v4.bundled_config(), v4.quantise(tensors))))
     assert result.exit_code == 0, result.output
     for words in (
         'kind: target, DeepseekV4ForCausalLM',
@@ -129,7 +146,7 @@ def test_a_hybrid_with_a_vision_tower(tmp_path):
     random_hybrid('moe').save_pretrained(tmp_path)
     rewrite(tmp_path, as_vision_model)
     rewrite(tmp_path, stack_experts)
-    result = run(tmp_path)
+    result = run(with_tokenizer(tmp_path))
     assert result.exit_code == 0, result.output
     for words in (
         'kind: target, Qwen3_5MoeForConditionalGeneration',

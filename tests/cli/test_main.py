@@ -50,7 +50,7 @@ def test_wrong_usage_has_status_2(capsys, arguments):
     ('arguments', 'error'),
     [
         (('--backend', 'turbomind'), "error: backend='turbomind': only 'pytorch' is served here"),
-        (('--tp', '2'), 'error: tp=2: '),
+        (('--tp', '0'), 'error: tp=0: '),
         (('--quant-policy', 'int8'), "error: quant_policy='int8': "),
         (('--adapters', 'lora'), "error: adapters=['lora']: "),
         (('--language-model-only',), 'error: language_model_only=True: '),

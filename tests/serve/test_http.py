@@ -374,6 +374,8 @@ def test_refusals_name_field_value_and_remedy(echo_server, more, message):
     assert '\n' not in text
     response = post(echo_server, COMPLETIONS, completion([]))
     assert error_of(response)['message'] == 'prompt=[]: must be a string or a list of at least 1'
+    response = post(echo_server, COMPLETIONS, completion([1, 'a']))
+    assert error_of(response)['message'] == "prompt.1='a': must be an integer or a list"
     response = post(echo_server, COMPLETIONS, {'model': 'echo'})
     assert error_of(response)['message'].startswith('prompt: is missing; Text or token ids')
 

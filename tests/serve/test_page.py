@@ -92,6 +92,32 @@ def test_an_answer_marks_what_was_drafted(browser, server):
     assert browser.execute_script(f'return {overflow}') == 0, 'nothing sticks out sideways'
 
 
+def test_settings_that_cannot_be_sent_are_shown(browser, server):
+    open_page(browser, server)
+    assert not browser.find_element(By.ID, 'settings').get_attribute('open')
+    overflow = browser.execute_script(
+        "const m = document.getElementById('model'); return m.scrollWidth - m.clientWidth"
+    )
+    assert overflow == 0, 'the model is named in full'
+    browser.execute_script("document.getElementById('temperature').value = 9")
+    browser.switch_to.active_element.send_keys(PROMPT)
+    browser.find_element(By.ID, 'send').click()
+    assert text_of(browser, 'problem').startswith('Temperature: ')
+    field = browser.switch_to.active_element
+    assert field.get_attribute('id') == 'temperature'
+    assert field.is_displayed()
+    field.clear()
+    field.send_keys('0')
+    longest = browser.find_element(By.ID, 'max-tokens')
+    longest.clear()
+    longest.send_keys('e' + Keys.ENTER)
+    assert text_of(browser, 'problem').startswith('Longest answer: ')
+    longest.clear()
+    longest.send_keys('20' + Keys.ENTER)
+    wait(browser, 'state.history.length === 2')
+    assert text_of(browser, 'problem') == ''
+
+
 def test_comparison_with_the_keyboard_alone(browser, server):
     open_page(browser, server)
     field = browser.switch_to.active_element

@@ -29,6 +29,7 @@ async function findModel() {
     const draft = state.drafts ? `up to ${state.drafts} drafted tokens per step` : 'no draft: decoding is plain';
     $('model').textContent = `${card.id}, ${draft}`;
     $('speculative').disabled = $('compare').disabled = !state.drafts;
+    requestPlot();
   } catch (error) {
     state.model = null;
     $('model').textContent = error.message;
@@ -229,10 +230,7 @@ async function busy(action) {
 
 function takePrompt() {
   const text = $('prompt').value;
-  if (!text.trim()) {
-    $('prompt').focus();
-    return null;
-  }
+  if (!text.trim()) return null;
   $('prompt').value = '';
   addTurn('user', 'You', text);
   return text;
@@ -248,7 +246,20 @@ async function streamed(messages, speculative, title) {
   }
 }
 
+// Whether the form can be sent; what is wrong with it is shown, settings that were folded away included.
+function isValid() {
+  const wrong = [...$('form').elements].find((field) => field.willValidate && !field.validity.valid);
+  $('problem').hidden = !wrong || wrong === $('prompt');
+  if (!wrong) return true;
+  $('settings').open ||= $('settings').contains(wrong);
+  const name = wrong.labels[0]?.firstChild.textContent.trim() ?? wrong.id;
+  $('problem').textContent = `${name}: ${wrong.validationMessage}`;
+  wrong.focus();
+  return false;
+}
+
 function send() {
+  if (!isValid()) return undefined;
   return busy(async () => {
     const text = takePrompt();
     if (text === null) return;
@@ -259,6 +270,7 @@ function send() {
 }
 
 function compare() {
+  if (!isValid()) return undefined;
   return busy(async () => {
     const text = takePrompt();
     if (text === null) return;
