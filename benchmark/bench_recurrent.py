@@ -4,7 +4,7 @@
 
 Qwen3.5-35B-A3B's heads (16 key heads, 32 value heads of 128), bf16 rows, fp32 states. States rotate past the L2, every
 measurement is one CUDA graph over the rotation. `rows`: what each request verifies; `pending`: what was accepted of its
-last step and is folded in. The rule is measured with each number of value channels per program.
+last step and is folded in. The rule is measured with several tiles, value channels times warps of a program.
 """
 
 import argparse
@@ -25,7 +25,7 @@ DEVICE = torch.device('cuda')
 HEADS, WIDTH, MAX_ROWS = DeltaHeads(16, 32, 128, 128), 4, 8
 CHANNELS = 2 * HEADS.keys + HEADS.values
 ROTATED = 600e6  # bytes of state that one measurement runs through
-BLOCKS = (16, 32, 64, 128)
+TILES = (8, 4), (16, 2), (16, 4), (32, 4), (32, 8), (64, 8)
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -63,10 +63,10 @@ def measure(rate: float, batch: int, rows: int, pending: int) -> dict[str, Any]:
     constants = torch.zeros(HEADS.value_heads, device=DEVICE)
     gates = DeltaGates(raw, constants, constants)
     row: dict[str, Any] = {'batch': batch, 'rows': rows, 'pending': pending, 'floor_us': moved / rate * 1e6}
-    for block in BLOCKS:
-        took = graph_seconds(lambda b=block: [rule.gated_delta_rule(qkv, gates, c, HEADS, step, b) for c in caches])
-        row[f'rule_{block}_us'] = took / copies * 1e6
-    row['ratio'] = row[f'rule_{rule.VALUE_BLOCK}_us'] / row['floor_us']
+    for tile in TILES:
+        took = graph_seconds(lambda t=tile: [rule.gated_delta_rule(qkv, gates, c, HEADS, step, t) for c in caches])
+        row[f'rule_{tile[0]}x{tile[1]}_us'] = took / copies * 1e6
+    row['ratio'] = row[f'rule_{rule.TILE[0]}x{rule.TILE[1]}_us'] / row['floor_us']
     row['conv_us'] = graph_seconds(lambda: [causal_conv1d(mixed, weight, w, step) for w in windows]) / copies * 1e6
     norm = _random(HEADS.value_dim)
     row['norm_us'] = graph_seconds(lambda: [gated_rms_norm(read, z, norm, 1e-6) for _ in range(50)]) / 50 * 1e6

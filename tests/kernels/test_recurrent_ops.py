@@ -5,6 +5,7 @@ that of the accepted rows, one after the other.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def rule(x: Tensor, gates: Tensor) -> tuple[Tensor, list[Tensor]]:
 class Machine:
     """Slots, run step by step by one implementation; garbage everywhere before the first."""
 
-    def __init__(self, conv, delta, dtype: torch.dtype = torch.float32, **options: int) -> None:
+    def __init__(self, conv, delta, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.conv, self.delta, self.options, self.dtype = conv, delta, options, dtype
 
         def garbage(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -134,7 +135,7 @@ def implementations() -> list:
         from specdec.kernels.gated_delta_rule import triton as delta_triton
     except ImportError:
         return found
-    options = {'one split': {}, 'two splits': {'value_block': 8}}
+    options = {'one split': {}, 'two splits': {'tile': (8, 4)}}
     return found + [pytest.param((conv_triton, delta_triton, o), id=f'triton, {n}') for n, o in options.items()]
 
 

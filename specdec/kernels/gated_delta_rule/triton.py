@@ -15,7 +15,7 @@ from specdec.kernels.gated_delta_rule.ref import run_chunks
 from specdec.kernels.launch import launch_options, release, wait
 from specdec.kernels.state_rows import StateRows
 
-VALUE_BLOCK = 32
+TILE = 32, 4  # value channels and warps of one program; compiled for sm_90 nothing of it spills
 
 
 @triton.jit
@@ -92,9 +92,9 @@ def _launch(
     cache: DeltaState,
     heads: DeltaHeads,
     rows: StateRows,
-    value_block: int,
+    tile: tuple[int, int],
 ) -> None:
-    block = min(value_block, triton.next_power_of_2(heads.value_dim))
+    block = min(tile[0], triton.next_power_of_2(heads.value_dim))
     grid = (len(rows.slots), heads.value_heads, triton.cdiv(heads.value_dim, block))
     _decode_kernel[grid](
         qkv, None if source is None else source.rows, None if source is None else source.a_log,
@@ -103,7 +103,7 @@ def _launch(
         0 if qkv is None else qkv.stride(0), 0 if source is None else source.rows.stride(0), cache.inputs.shape[2],
         heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim, heads.key_dim**-0.5,
         KEY=triton.next_power_of_2(heads.key_dim), VALUE=block, ROWS=qkv is not None,
-        num_warps=4, **launch_options(cache.state.device),
+        num_warps=tile[1], **launch_options(cache.state.device),
     )  # fmt: skip
 
 
@@ -113,18 +113,18 @@ def gated_delta_rule(
     cache: DeltaState,
     heads: DeltaHeads,
     rows: StateRows,
-    value_block: int = VALUE_BLOCK,
+    tile: tuple[int, int] = TILE,
 ) -> Tensor:
-    """`value_block`: value channels of one program, a power of two."""
+    """`tile`: value channels (a power of two) and warps of one program."""
     out = torch.zeros(qkv.shape[0], heads.values, dtype=qkv.dtype, device=qkv.device)
     if rows.chunk_rows:
         fold(cache, heads, rows.chunks())
     run_chunks(qkv, gates, cache, heads, rows, out)
     decodes = rows.decodes()
     if len(decodes.slots):
-        _launch(qkv, gates, out, cache, heads, decodes, value_block)
+        _launch(qkv, gates, out, cache, heads, decodes, tile)
     return out
 
 
 def fold(cache: DeltaState, heads: DeltaHeads, rows: StateRows) -> None:
-    _launch(None, None, None, cache, heads, rows, VALUE_BLOCK)
+    _launch(None, None, None, cache, heads, rows, TILE)

@@ -134,6 +134,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     'biased': ('dense', {'attention_bias': True}),
     'one_key_head_each': ('dense', {'linear_num_key_heads': 4}),
     'quarter_rotation': ('dense', {'rope_parameters': {'rope_theta': 1e4, 'partial_rotary_factor': 0.25}}),
+    'yarn': (
+        'dense',
+        {
+            'rope_parameters': {
+                'rope_type': 'yarn',
+                'rope_theta': 1e4,
+                'partial_rotary_factor': 0.5,
+                'factor': 4.0,
+                'original_max_position_embeddings': 32,
+            }
+        },
+    ),
+    'linear_rope': ('dense', {'rope_parameters': {'rope_type': 'linear', 'rope_theta': 5e3, 'factor': 3.0}}),
     'wide_convolution': ('dense', {'linear_conv_kernel_dim': 6}),
     'dense_layers': ('next', {'mlp_only_layers': [1], 'norm_topk_prob': False}),
 }
@@ -144,7 +157,7 @@ def test_variants_equal_transformers(variant: str, tmp_path: Path) -> None:
     kind, changes = VARIANTS[variant]
     if 'rope_parameters' in changes:
         sections = {'mrope_section': [1, 1, 0], 'mrope_interleaved': True, 'rope_type': 'default'}
-        changes = {**changes, 'rope_parameters': {**changes['rope_parameters'], **sections}}
+        changes = {**changes, 'rope_parameters': {**sections, **changes['rope_parameters']}}
     model = random_hybrid(kind, seed=2, **changes)
     model.save_pretrained(tmp_path)
     with torch.inference_mode():
