@@ -55,6 +55,11 @@ def plan_paged_attention(
     return Plan(layout, layout.contexts.contiguous(), num_chunks, items, chunk_tiles, heads_per_group, tile)
 
 
+def warps_for(head_dim: int) -> int:
+    """Of a program; heads of 256 would spill three times as many registers with four of them as with eight."""
+    return 4 if head_dim <= 128 else 8
+
+
 def split_items(keys: Tensor, extra: int = 0) -> Tensor:
     """Number of paged keys of each request [n] -> items before each request [n + 1] int32.
 
@@ -294,7 +299,7 @@ def attend_splits(
         KEYS=64, NEAR=NEAR_SPLIT, COUNT=NEAR_SPLITS, FAR=FAR_SPLIT, MAX_PARTS=parts,
         BLOCK_ROWS=0 if block is None else rows // n, CAUSAL=causal, WINDOW=window or 0, ANCHORED=anchored,
         PRECISION='ieee' if q.dtype == torch.float32 else 'tf32',
-        num_warps=4, num_stages=2, **common, **options,
+        num_warps=warps_for(dim), num_stages=2, **common, **options,
     )  # fmt: skip
     _combine_kernel[(rows, kv_heads)](
         partial, state, items, row_offsets, out, n, heads, kv_heads,
@@ -364,6 +369,6 @@ def _attend_chunks(
         q, k_pages, v_pages, out, tiles, tiles.shape[1], layout.row_offsets, plan.contexts, table, table.stride(0),
         layout.page_size, heads, kv_heads, scale,
         TILE=CHUNK_TILE, GROUP=heads // kv_heads, DIM=dim, KEYS=64, WINDOW=window or 0,
-        PRECISION='ieee' if q.dtype == torch.float32 else 'tf32', num_warps=4, num_stages=2,
+        PRECISION='ieee' if q.dtype == torch.float32 else 'tf32', num_warps=warps_for(dim), num_stages=2,
         **launch_options(q.device),
     )  # fmt: skip
