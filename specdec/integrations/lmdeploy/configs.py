@@ -19,6 +19,7 @@ from lmdeploy.utils import get_model
 from transformers import PretrainedConfig
 
 from specdec.errors import ConfigError
+from specdec.integrations.lmdeploy.patches import TARGETS
 from specdec.models.checkpoint import read_draft
 from specdec.models.configs import DraftConfig, TargetSizes
 from specdec.models.draft_dialects import check_fit
@@ -27,6 +28,8 @@ logger = logging.getLogger('specdec')
 
 METHODS = ('dflash', 'dspark')
 HOST_METHOD = 'dflash'  # what LMDeploy's own builders know of either: a target with taps, one block per step
+EMBEDDING = -1  # as a tap
+TAPPED_BY_LMDEPLOY = ('Qwen3_5ForConditionalGeneration', 'Qwen3_5MoeForConditionalGeneration')
 STOCK_DRAFT, STOCK_FILTERS, STOCK_SEEDS, STOCK_HISTORY = 'draft', 'filters', 'seeds', 'history'
 BEHAVIOURS = (STOCK_DRAFT, STOCK_FILTERS, STOCK_SEEDS, STOCK_HISTORY)
 
@@ -136,6 +139,12 @@ def check_draft(draft: DraftConfig, target: ModelConfig, speculative: HostSpecul
     tokens = speculative.num_speculative_tokens
     if not 1 <= tokens <= draft.num_proposals:
         raise ConfigError('num_speculative_tokens', tokens, f'this draft proposes 1 to {draft.num_proposals} tokens')
+    (architecture, *_) = target.hf_config.architectures
+    if architecture not in (*TARGETS, *TAPPED_BY_LMDEPLOY):
+        served = ', '.join((*TARGETS, *TAPPED_BY_LMDEPLOY))
+        raise ConfigError('architectures', architecture, f'LMDeploy does not hand out its taps; served: {served}')
+    if EMBEDDING in draft.taps and architecture not in TARGETS:
+        raise ConfigError('target_layer_ids', EMBEDDING, f"LMDeploy's {architecture} cannot hand out its embedding")
     text = target.llm_config
     check_fit(draft, TargetSizes(text.hidden_size, text.vocab_size, text.num_hidden_layers), str(folder))
 

@@ -12,7 +12,8 @@ from lmdeploy.pytorch.models.qwen3 import Qwen3ForCausalLM
 from lmdeploy.pytorch.models.qwen3_moe import Qwen3MoeForCausalLM
 from torch import Tensor, nn
 
-EMBEDDING = -1
+from specdec.integrations.lmdeploy.configs import EMBEDDING
+
 HIDDEN, TAPS = 'hidden_states', 'aux_hidden_states'  # LMDeploy's names of a target's outputs
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import lmdeploy.version
 import pytest
 from lmdeploy.messages import SpeculativeConfig as HostSpeculativeConfig
+from lmdeploy.pytorch.config import ModelConfig
 from lmdeploy.pytorch.engine.config_builder import ConfigBuilder
 from lmdeploy.pytorch.spec_decode.proposers.base import SPEC_PROPOSERS
 
 from specdec.errors import CheckpointError, ConfigError
 from specdec.integrations.lmdeploy import SpeculativeConfig, install, installed, patches
-from specdec.integrations.lmdeploy.configs import DraftingConfig
+from specdec.integrations.lmdeploy.configs import DraftingConfig, check_draft
 from specdec.models.checkpoint import read_draft
 from tests.integrations.lmdeploy.host import Host
 
@@ -113,6 +114,21 @@ def test_a_draft_of_another_target_is_refused(host: Host) -> None:
     config = SpeculativeConfig('dspark', str(host.draft_folder('demo', 'dspark')))
     with pytest.raises(CheckpointError, match='choose the draft made for'):
         host.pipeline('dense', config)
+
+
+def test_targets_without_taps_are_refused(host: Host, tmp_path: Path) -> None:
+    """By name, where LMDeploy's class hands out nothing, or not the embedding."""
+    draft = host.draft_folder('dense', 'dspark_vanilla')
+    config = SpeculativeConfig('dspark', str(draft))
+    settings = json.loads((host.target_folder('dense') / 'config.json').read_text())
+    for architecture, match in (
+        ('Qwen2ForCausalLM', 'architectures'),
+        ('Qwen3_5ForConditionalGeneration', 'target_layer_ids=-1'),
+    ):
+        (tmp_path / 'config.json').write_text(json.dumps({**settings, 'architectures': [architecture]}))
+        target = ModelConfig.from_pretrained(str(tmp_path))
+        with pytest.raises(ConfigError, match=match):
+            check_draft(read_draft(draft), target, config, draft)
 
 
 def test_lmdeploys_own_config_drafts_too(host: Host) -> None:
