@@ -453,7 +453,8 @@ class SamplingParams:
     0 turns drafting off. `stop_ids` end the request (after min_new_tokens); `banned_ids` are never emitted, nor is the
     last token of a `bad_words` entry behind the others; `allowed_ids`, if any, are all there is. `logprobs` None gives
     none, k the emitted token's and the k best. `think_ids`: tokens that open and close a reasoning section;
-    `thinking_budget`: tokens that one may have. `grammar`: compiled, in xgrammar's serialised form.
+    `reasoning_open`: the prompt ends inside of one; `thinking_budget`: tokens that one may have. `grammar`:
+    compiled, in xgrammar's serialised form.
     """
 
     max_new_tokens: int
@@ -477,6 +478,12 @@ class SamplingParams:
     think_ids: tuple[int, int] | None = None
     thinking_budget: int | None = None
     grammar: str | None = None
+    reasoning_open: bool = False
+
+    @property
+    def device_min_tokens(self) -> int:
+        """With a grammar the minimum is the guide's affair, since it gives way where only an end is allowed."""
+        return self.min_new_tokens if self.grammar is None else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def stages_of(params: SamplingParams, drafts: bool) -> Stage:
     asked = (
         (Stage.NOISE, samples),
         (Stage.FILTERS, samples and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)),
-        (Stage.BANS, bool(params.banned_ids) or params.min_new_tokens > 0),
+        (Stage.BANS, bool(params.banned_ids) or params.device_min_tokens > 0),
         (Stage.WORDS, bool(params.bad_words)),
         (Stage.BIAS, bool(params.logit_bias)),
         (Stage.PENALTIES, penalises),

@@ -138,10 +138,8 @@ class SlotState:
     def _admit_thinking(self, admit: Admit, params: SamplingParams) -> None:
         assert params.think_ids is not None, 'a thinking budget without marks'
         self.rules.thinking[admit.slot] = to_device((params.thinking_budget, *params.think_ids), self.device)
-        start = reasoning_start(admit.prompt_ids + admit.output_ids, params.think_ids)
-        if start is not None:
-            start = max(start, len(admit.prompt_ids))  # what the prompt has of it does not count
-        self.rules.think_starts[admit.slot] = NOT_THINKING if start is None else start
+        start = reasoning_start(admit.output_ids, params.think_ids, params.reasoning_open)
+        self.rules.think_starts[admit.slot] = NOT_THINKING if start is None else len(admit.prompt_ids) + start
 
     def write_masks(self, slots: list[int], masks: Tensor) -> None:
         """This step's masks [n, K + 1, V / 32] int32, on the host, of slots whose requests follow a grammar."""
@@ -181,12 +179,15 @@ def mask_words(ids: tuple[int, ...], vocabulary: int) -> Tensor:
     return (bits.view(-1, 32) << torch.arange(32)).sum(1).to(torch.int32)
 
 
-def reasoning_start(ids: tuple[int, ...], marks: tuple[int, int]) -> int | None:
-    """Position of the first token of the reasoning section that is open behind `ids`; None if none is."""
+def reasoning_start(output_ids: tuple[int, ...], marks: tuple[int, int], opened: bool) -> int | None:
+    """Place in the output of the first token of the reasoning section that is open behind it; None if none is.
+
+    `opened`: the prompt ends inside a section.
+    """
     opening, closing = marks
-    for position in range(len(ids) - 1, -1, -1):
-        if ids[position] == closing:
+    for position in range(len(output_ids) - 1, -1, -1):
+        if output_ids[position] == closing:
             return None
-        if ids[position] == opening:
+        if output_ids[position] == opening:
             return position + 1
-    return None
+    return 0 if opened else None

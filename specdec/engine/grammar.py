@@ -7,12 +7,13 @@ processes in xgrammar's own serialised form. Next: agent/grammar_masks.py, which
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from specdec.agent.state import mask_words, reasoning_start
+from specdec.agent.state import mask_words
+from specdec.engine.grammar_limits import check_format, check_schema
 from specdec.errors import RequestError
 from specdec.messages import GrammarVocabulary
 from specdec.plan import Admit
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 MAX_FORMAT_CHARACTERS = 65536
 MAX_CHOICES = 1024
 MAX_WHITESPACE = 20  # between two parts of a JSON text: enough for indentation, and an end to it
-NUM_CACHED = 64  # compiled grammars kept, on either side
+MAX_SERIALISED = 2**25  # bytes of a compiled grammar
+MAX_CACHED = 2**26  # bytes of compiled grammars kept, on either side, as serialised
 TOOL_STYLES = {'qwen3': 'qwen_3', 'qwen': 'qwen_3', 'qwen2d5': 'qwen_3', 'qwen3coder': 'qwen_3_5'}  # by tool parser
 
 # what response_format may have as its type
@@ -51,20 +53,28 @@ class GrammarCompiler:
             limit = f'at most {MAX_FORMAT_CHARACTERS} characters as JSON'
             raise RequestError('response_format', f'{len(key)} characters', limit)
         if key not in self._compiled:
+            check_format(response_format)
             self._compiled[key] = self._compile(response_format)
-            if len(self._compiled) > NUM_CACHED:
-                self._compiled.popitem(last=False)
+            _keep_within(self._compiled, self._compiled.values())
         self._compiled.move_to_end(key)
         return self._compiled[key]
+
+    def find(self, response_format: dict[str, Any]) -> str | None:
+        """The same if it was compiled already, without waiting for anybody; None if not."""
+        return self._compiled.get(_as_json(response_format))
 
     def _compile(self, response_format: dict[str, Any]) -> str:
         compiler = self._compiler or self._open()
         try:
-            return _compile(compiler, response_format).serialize_json()
+            serialised = _compile(compiler, response_format).serialize_json()
         except RequestError:
             raise
         except Exception as error:  # whatever xgrammar, or pydantic inside it, finds wrong with it
             raise RequestError('response_format', response_format, f'is not valid: {_cause(error)}') from None
+        if len(serialised) > MAX_SERIALISED:
+            size = f'{len(serialised) >> 20} MiB when compiled'
+            raise RequestError('response_format', size, f'at most {MAX_SERIALISED >> 20} MiB; make it simpler')
+        return serialised
 
     def _open(self) -> 'xgrammar.GrammarCompiler':
         try:
@@ -155,11 +165,16 @@ def tools_format(parser: str, tools: list[dict[str, Any]], choice: str | dict[st
         import xgrammar
     except ImportError:
         raise RequestError('tool_choice', choice, "needs xgrammar; install '.[grammar]'", 'unsupported_value') from None
+    for tool in tools:
+        check_schema(tool.get('function', tool).get('parameters') or {}, 'tools')
     try:
         tag = xgrammar.get_model_structural_tag(TOOL_STYLES[parser], tools, choice, reasoning='disabled')
     except Exception as error:
         raise RequestError('tool_choice', choice, f'cannot be served with these tools: {_cause(error)}') from None
-    return json.loads(tag.model_dump_json(by_alias=True, exclude_none=True))
+    found = json.loads(tag.model_dump_json(by_alias=True, exclude_none=True))
+    if found['format'].get('type') == 'triggered_tags':
+        found['format']['stop_after_first'] = True  # one call, and the answer ends
+    return found
 
 
 def _as_json(value: Any) -> str:
@@ -173,6 +188,14 @@ def _cause(error: Exception) -> str:
     """The first line that says something, without the place in xgrammar's source."""
     text = re.sub(r'^\[[\d:]+\] \S+?:\d+: ', '', str(error).strip())
     return text.splitlines()[0][:300] if text else type(error).__name__
+
+
+def _keep_within(cache: OrderedDict[str, Any], serialised: Iterable[str]) -> None:
+    """Drop the oldest until what is kept is small enough; the newest stays."""
+    total = sum(map(len, serialised))
+    while total > MAX_CACHED and len(cache) > 1:
+        key, value = cache.popitem(last=False)
+        total -= len(value if isinstance(value, str) else key)
 
 
 # ------------------------------------------------------------------------------------------------ the engine's side
@@ -200,8 +223,7 @@ class GrammarGuides:
                 self._grammars[serialised] = xgrammar.CompiledGrammar.deserialize_json(serialised, self._info)
             except Exception as error:
                 raise RequestError('response_format', '{...}', f'does not fit the model: {_cause(error)}') from None
-            if len(self._grammars) > NUM_CACHED:
-                self._grammars.popitem(last=False)
+            _keep_within(self._grammars, self._grammars)
         self._grammars.move_to_end(serialised)
         return self._grammars[serialised]
 
@@ -223,11 +245,8 @@ class GrammarGuide:
         params = admit.params
         self._matcher = matcher
         self._num_emitted, self._min_tokens = 0, params.min_new_tokens
-        self._closing_id = -1
-        self._waits = False
-        if params.think_ids is not None:
-            self._closing_id = params.think_ids[1]
-            self._waits = reasoning_start(admit.prompt_ids, params.think_ids) is not None
+        self._closing_id = -1 if params.think_ids is None else params.think_ids[1]
+        self._waits = params.reasoning_open
         self._allowed = mask_words(params.allowed_ids, vocab_size) if params.allowed_ids else None
         self._no_stops = ~mask_words(params.stop_ids, vocab_size)
         self.advance(admit.output_ids)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from specdec.engine.grammar import GrammarCompiler
 
 NUM_SEEDS = 2**64
+MAX_THINK_TAIL = 8  # tokens at a prompt's end among which its template's opening mark is looked for
 THINK_MARKS = ('<think>', '</think>')  # around a reasoning section, each one token
 StepCount = tuple[bool, int, int]  # a decode step (or the end of a prompt), drafted, accepted
 
@@ -217,6 +218,10 @@ class RequestMaker:
         from specdec.engine.grammar import GrammarCompiler
 
         check_response_format(response_format)
+        if self._has_vocabulary and self._grammars is not None:
+            found = self._grammars.find(response_format)
+            if found is not None:
+                return found  # without waiting for what somebody else has compiled
         with self._lock:
             if self._grammars is None:
                 self._grammars = GrammarCompiler(self._tokenizer, self._info.vocab_size, self._eos_ids)
@@ -251,13 +256,30 @@ class RequestMaker:
             raise RequestError('allowed_token_ids', config.allowed_token_ids, remedy)
         grammar = None if config.response_format is None else self._compile(config.response_format)
         think_ids = self._think_ids()
+        reasoning_open = think_ids is not None and self._ends_in_reasoning(prompt_ids, think_ids)
         if config.thinking_budget is not None and think_ids is None:
             raise RequestError(
                 'thinking_budget', config.thinking_budget, 'this model has no tokens around its reasoning'
             )
         return dataclasses.replace(
-            params, banned_ids=banned_ids, bad_words=bad_words, think_ids=think_ids, grammar=grammar
+            params,
+            banned_ids=banned_ids,
+            bad_words=bad_words,
+            think_ids=think_ids,
+            grammar=grammar,
+            reasoning_open=reasoning_open,
         )
+
+    def _ends_in_reasoning(self, prompt_ids: Sequence[int], think_ids: tuple[int, int]) -> bool:
+        """Whether the prompt ends with the opening mark, white space aside: as chat templates open a section.
+
+        A mark in somebody's text, or in an earlier turn, opens nothing.
+        """
+        tail = list(prompt_ids[-MAX_THINK_TAIL:])
+        if think_ids[0] not in tail:
+            return False
+        behind = tail[len(tail) - tail[::-1].index(think_ids[0]) :]
+        return not self._tokenizer.decode(behind, skip_special_tokens=False).strip()
 
     def _think_ids(self) -> tuple[int, int] | None:
         opening, closing = map(self._tokenizer.token_id, THINK_MARKS)

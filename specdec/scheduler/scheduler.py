@@ -237,7 +237,7 @@ class Scheduler:
             slot=sequence.slot,
             length=cached,
             end=sequence.end,
-            stop_from=sequence.prompt_length + request.params.min_new_tokens,
+            stop_from=sequence.prompt_length + request.params.device_min_tokens,
             params=request.params,
             stages=sequence.stages,
             prompt_ids=request.prompt_ids,

@@ -16,6 +16,8 @@ from specdec.agent.state import mask_words
 from specdec.engine.build import build_engine
 from specdec.engine.engine import Engine
 from specdec.engine.grammar import GrammarCompiler, GrammarGuides, tools_format
+from specdec.engine.grammar_limits import repetitions
+from specdec.engine.live_request import RequestMaker
 from specdec.engine.tokenizer import Tokenizer
 from specdec.engine.wire import decode, encode
 from specdec.errors import RequestError
@@ -263,7 +265,7 @@ def test_a_grammar_waits_for_the_end_of_reasoning(
     texts = {}
     for method, engine in engines.items():
         base = asked(engine, tokenizer, grammar, 120, think_ids=(opening, closing), thinking_budget=budget,
-                     logit_bias=((closing, 4.0),))  # fmt: skip
+                     reasoning_open=True, logit_bias=((closing, 4.0),))  # fmt: skip
         requests = [
             replace(base, request_id=base.request_id + 1000 + i, params=replace(base.params, seed=i),
                     prompt_ids=(*base.prompt_ids, opening))
@@ -399,3 +401,94 @@ def _check(value: Any, schema: dict[str, Any]) -> None:
         assert not isinstance(value, bool)
     else:
         assert isinstance(value, bool)
+
+
+# ------------------------------------------------------------------------------- what a schema says beyond a grammar
+def schema(**keywords: Any) -> dict[str, Any]:
+    inner = {'type': 'object', 'properties': {'a': keywords}, 'required': ['a']}
+    return {'type': 'json_schema', 'json_schema': {'name': 'x', 'schema': inner}}
+
+
+@pytest.mark.parametrize(
+    ('keywords', 'named'),
+    [
+        ({'type': 'integer', 'multipleOf': 7}, 'multipleOf'),
+        ({'not': {'const': 1}}, 'not'),
+        ({'type': 'array', 'contains': {'const': 5}}, 'contains'),
+        ({'type': 'array', 'items': {'type': 'integer'}, 'uniqueItems': True}, 'uniqueItems'),
+        ({'allOf': [{'type': 'integer'}, {'minimum': 50}]}, 'allOf'),
+        ({'oneOf': [{'type': 'integer'}, {'type': 'number'}]}, 'oneOf'),
+        ({'$ref': 'https://example.com/schema'}, '$ref'),
+        ({'if': {'type': 'integer'}, 'then': {'minimum': 5}}, 'if'),
+        ({'type': 'string', 'pattern': 'a+', 'maxLength': 3}, 'pattern'),
+        ({'anyOf': [{'type': 'integer'}], 'minimum': 3}, 'anyOf'),
+    ],
+)
+def test_keywords_that_a_grammar_does_not_enforce_are_refused(
+    compiler: GrammarCompiler, keywords: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        compiler.compile(schema(**keywords))
+    assert f'{named} ' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    'keywords',
+    [
+        {'oneOf': [{'type': 'integer'}, {'type': 'string', 'maxLength': 3}]},
+        {'oneOf': [{'const': 1}, {'const': 2}]},
+        {'oneOf': [
+            {'type': 'object', 'properties': {'kind': {'const': kind}}, 'required': ['kind']} for kind in ('cat', 'dog')
+        ]},
+        {'allOf': [{'type': 'integer'}]},
+        {'type': 'array', 'uniqueItems': False, 'maxItems': 2, 'items': {'type': 'boolean'}},
+        {'type': 'string', 'description': 'a name', 'examples': ['x'], 'maxLength': 5, 'x-order': 3},
+    ],
+)  # fmt: skip
+def test_keywords_that_it_does_enforce(compiler: GrammarCompiler, keywords: dict[str, Any]) -> None:
+    assert compiler.compile(schema(**keywords))
+
+
+@pytest.mark.parametrize(
+    'wrong',
+    [
+        {'type': 'json_schema', 'json_schema': {'type': 'object', 'properties': {
+            str(i): {'type': 'string', 'maxLength': 64} for i in range(100)
+        }}},
+        {'type': 'regex', 'regex': '(a{100}b){100}'},
+        {'type': 'regex', 'regex': 'x{1,5000}'},
+    ],
+)  # fmt: skip
+def test_what_would_take_too_long_is_refused(compiler: GrammarCompiler, wrong: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match='repetitions'):
+        compiler.compile(wrong)
+
+
+def test_counted_repetitions() -> None:
+    assert [repetitions(p) for p in ('abc', 'a{3}', '(a{2}b){3,5}', r'\{9}', '[{9}]', 'a{2,}')] == [0, 3, 12, 0, 0, 2]
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_a_minimum_gives_way_to_an_end_that_the_grammar_demands(
+    engines: dict[str | None, Engine], tokenizer: Tokenizer, compiler: GrammarCompiler, method: str | None
+) -> None:
+    engine = engines[method]
+    grammar = compiler.compile({'type': 'choice', 'choice': ['red']})
+    [outcome] = generate(engine, [asked(engine, tokenizer, grammar, 60, min_new_tokens=30)])
+    assert outcome.finish == 'stop'
+    assert tokenizer.decode(outcome.token_ids) == 'red'
+
+
+def test_a_mark_in_somebodys_text_opens_no_reasoning(tokenizer: Tokenizer, engines: dict[str | None, Engine]) -> None:
+    opening, closing = tokenizer.token_id('<think>'), tokenizer.token_id('</think>')
+    maker = RequestMaker(engines[None].info, tokenizer, lambda _: None)
+    text = tokenizer.encode('say something')
+    newline = tokenizer.encode('\n')
+    for ids, expected in (
+        ((*text, opening, *text), False),
+        ((*text, opening, *newline), True),
+        ((*text, opening), True),
+        ((*text, opening, *newline, closing, *newline), False),
+        (text, False),
+    ):
+        assert maker.make(ids, GenerationConfig()).request.params.reasoning_open is expected, ids

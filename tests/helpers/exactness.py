@@ -176,13 +176,13 @@ def ruled(logits: Tensor, text: Sequence[int], prompt_length: int, params: Sampl
 def _thought(text: Sequence[int], prompt_length: int, params: SamplingParams) -> int:
     """Emitted tokens of the reasoning section that is open; -1 if none is."""
     opening, closing = params.think_ids
-    count = -1
-    for position, token in enumerate(text):
+    count = 0 if params.reasoning_open else -1
+    for token in text[prompt_length:]:
         if token == opening:
             count = 0
         elif token == closing:
             count = -1
-        elif count >= 0 and position >= prompt_length:
+        elif count >= 0:
             count += 1
     return count
 
