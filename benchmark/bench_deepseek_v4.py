@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmark.shapes import ANY_MEMORY
 from benchmark.timing import bandwidth, seconds
 from specdec.agent.caches import plan_memory
 from specdec.engine.build import Sources, assemble, cache_specs
@@ -153,7 +154,7 @@ class Bench:
         proposer: Any = BundledProposer(self.draft, NUM_DRAFTS) if drafts else NullProposer()
         settings = PytorchEngineConfig(max_batch_size=batch, enable_prefix_caching=False, device_type=self.device.type)
         specs = cache_specs(self.target, proposer)
-        memory = plan_memory(specs, PAGE, 0, 0.5, 0, batch * (self.session // PAGE + 2), num_states=0)
+        memory = plan_memory(specs, PAGE, ANY_MEMORY, 0.5, 0, batch * (self.session // PAGE + 2), num_states=0)
         sources = Sources('deepseek-v4', Path(), self.config, None, self.config.draft, proposer.num_drafts)
         return assemble(sources, settings, self.target, proposer, memory, self.session, self.device)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmark.shapes import SHAPES, draft_config, make_draft, make_target, step_bytes, target_config
+from benchmark.shapes import ANY_MEMORY, SHAPES, draft_config, make_draft, make_target, step_bytes, target_config
 from benchmark.timing import bandwidth, seconds
 from specdec.agent.caches import plan_memory
 from specdec.engine.build import Sources, assemble
@@ -53,7 +53,7 @@ class Bench:
         config = PytorchEngineConfig(max_batch_size=batch, enable_prefix_caching=False)
         pages = batch * (self.session // config.block_size + 2)
         specs = tuple(s for s in (self.target.cache_spec(proposer.num_drafts), proposer.cache_spec()) if s is not None)
-        memory = plan_memory(specs, config.block_size, 0, 0.5, 0, pages)
+        memory = plan_memory(specs, config.block_size, ANY_MEMORY, 0.5, 0, pages)
         sources = Sources(self.shape, Path(), self.config, None, draft, proposer.num_drafts)
         return assemble(sources, config, self.target, proposer, memory, self.session, self.device)
 
